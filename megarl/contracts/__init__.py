@@ -1,0 +1,1 @@
+"""What all parts agree on. Plain Python and numpy: no megatron, no sglang, no torch.distributed."""

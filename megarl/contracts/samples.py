@@ -1,0 +1,279 @@
+"""Samples of one iteration, columnar: flat arrays and offsets, `samples[i]` is a read-only view.
+
+Ids are pairs (draw index, candidate); joins are by that pair, never by position, and canonical
+order is its order. `records.py` turns pairs into id strings.
+
+Example: two prompts, two candidates, responses of 3, 1, 2 and 2 tokens::
+
+    draw_index       [0, 0, 1, 1]
+    candidate        [0, 1, 0, 1]
+    response_offsets [0, 3, 4, 6, 8]
+    response_ids     [17, 4, 2, 2, 9, 2, 8, 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from megarl.contracts.hashes import contract_hash
+
+
+class End(IntEnum):
+    """How a response ended. Only `terminated` is terminal for the return."""
+
+    TERMINATED = 0
+    TRUNCATED = 1
+    ABORTED = 2
+
+
+class EndReason(IntEnum):
+    """What the engine or environment gave as the reason."""
+
+    EOS = 0
+    STOP = 1
+    ENV_DONE = 2
+    MAX_TOKENS = 3
+    MAX_TURNS = 4
+    TIMEOUT = 5
+    ILLEGAL_ACTION = 6
+    ABORT = 7
+
+
+END_OF_REASON: dict[EndReason, End] = {
+    EndReason.EOS: End.TERMINATED,
+    EndReason.STOP: End.TERMINATED,
+    EndReason.ENV_DONE: End.TERMINATED,
+    EndReason.MAX_TOKENS: End.TRUNCATED,
+    EndReason.MAX_TURNS: End.TRUNCATED,
+    EndReason.TIMEOUT: End.TRUNCATED,
+    EndReason.ILLEGAL_ACTION: End.TERMINATED,
+    EndReason.ABORT: End.ABORTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingContract:
+    """The distribution responses are drawn from. Temperature 0 is greedy (evaluation only)."""
+
+    n: int
+    temperature: float
+    max_response_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    dtype: str
+    attention_backend: str
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def hash(self) -> str:
+        return contract_hash(asdict(self))
+
+    def check_trainable(self) -> None:
+        """Raise `ValueError` unless log-probs of this contract are the trainer's.
+
+        Truncated or penalised sampling draws from another distribution than the one the trainer
+        scores, so every importance ratio would carry the log of the kept mass.
+        """
+        bad = {
+            "top_p": self.top_p != 1.0,
+            "top_k": self.top_k != -1,
+            "min_p": self.min_p != 0.0,
+            "frequency_penalty": self.frequency_penalty != 0.0,
+            "presence_penalty": self.presence_penalty != 0.0,
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "temperature": self.temperature <= 0.0,
+        }
+        named = [f"{key}={getattr(self, key)}" for key, is_bad in bad.items() if is_bad]
+        if named:
+            raise ValueError(
+                f"sampling with {', '.join(named)} cannot be trained on: the trainer scores the "
+                "full distribution at a temperature above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Read-only view of one rollout. Masks run over `response_ids`."""
+
+    draw_index: int
+    candidate: int
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    action_mask: np.ndarray
+    rollout_log_probs: np.ndarray
+    end: End
+    end_reason: EndReason
+    seed: int
+    started: float
+    finished: float
+
+
+_FLAT = {"prompt_ids": "prompt_offsets"} | dict.fromkeys(
+    ("response_ids", "action_mask", "rollout_log_probs"), "response_offsets"
+)
+_DTYPES = {
+    "draw_index": np.int32,
+    "candidate": np.int32,
+    "prompt_ids": np.int32,
+    "prompt_offsets": np.int64,
+    "response_ids": np.int32,
+    "response_offsets": np.int64,
+    "action_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "end_reason": np.int8,
+    "seed": np.int64,
+    "started": np.float64,
+    "finished": np.float64,
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Columnar samples; arrays are made read-only. N rows, P prompt and R response tokens in all.
+
+    Raises `ValueError` when lengths disagree, a (draw index, candidate) pair appears twice, a
+    response is empty or a log-prob is positive or not a number.
+    """
+
+    draw_index: np.ndarray  # int32 [N]
+    candidate: np.ndarray  # int32 [N]
+    prompt_ids: np.ndarray  # int32 [P]
+    prompt_offsets: np.ndarray  # int64 [N+1]
+    response_ids: np.ndarray  # int32 [R], exactly as the engine returned them
+    response_offsets: np.ndarray  # int64 [N+1]
+    action_mask: np.ndarray  # bool [R], False where the token is not the policy's (tool output)
+    rollout_log_probs: np.ndarray  # float32 [R], the generator's, at the sampling temperature
+    end_reason: np.ndarray  # int8 [N], an `EndReason`
+    seed: np.ndarray  # int64 [N]
+    started: np.ndarray  # float64 [N], unix seconds
+    finished: np.ndarray  # float64 [N]
+    version_id: str
+    """The policy version that generated every row."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            array = np.array(getattr(self, name), dtype=dtype)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        self._check()
+
+    def _check(self) -> None:
+        rows = len(self.draw_index)
+        for name in ("candidate", "end_reason", "seed", "started", "finished"):
+            if len(getattr(self, name)) != rows:
+                raise ValueError(f"{name} has {len(getattr(self, name))} rows, expected {rows}")
+        for name, offsets_name in _FLAT.items():
+            offsets = getattr(self, offsets_name)
+            if len(offsets) != rows + 1 or offsets[0] != 0 or (np.diff(offsets) <= 0).any():
+                raise ValueError(f"{offsets_name} must rise from 0 over {rows} non-empty rows")
+            if len(getattr(self, name)) != offsets[-1]:
+                raise ValueError(f"{name} has {len(getattr(self, name))} tokens, not {offsets[-1]}")
+        pairs = np.stack([self.draw_index, self.candidate])
+        if np.unique(pairs, axis=1).shape[1] != rows:
+            raise ValueError("a (draw index, candidate) pair appears twice")
+        if rows and not (self.rollout_log_probs <= 1e-6).all():
+            raise ValueError("rollout log-probs must be numbers ≤ 0")
+
+    def __len__(self) -> int:
+        return len(self.draw_index)
+
+    def __getitem__(self, row: int) -> Sample:
+        prompt = slice(self.prompt_offsets[row], self.prompt_offsets[row + 1])
+        response = slice(self.response_offsets[row], self.response_offsets[row + 1])
+        reason = EndReason(int(self.end_reason[row]))
+        return Sample(
+            draw_index=int(self.draw_index[row]),
+            candidate=int(self.candidate[row]),
+            prompt_ids=self.prompt_ids[prompt],
+            response_ids=self.response_ids[response],
+            action_mask=self.action_mask[response],
+            rollout_log_probs=self.rollout_log_probs[response],
+            end=END_OF_REASON[reason],
+            end_reason=reason,
+            seed=int(self.seed[row]),
+            started=float(self.started[row]),
+            finished=float(self.finished[row]),
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[row] for row in range(len(self)))
+
+    @cached_property
+    def prompt_lengths(self) -> np.ndarray:
+        return np.diff(self.prompt_offsets)
+
+    @cached_property
+    def response_lengths(self) -> np.ndarray:
+        return np.diff(self.response_offsets)
+
+    @cached_property
+    def end(self) -> np.ndarray:
+        """int8 [N], an `End` per row."""
+        table = np.array([END_OF_REASON[reason] for reason in EndReason], dtype=np.int8)
+        return table[self.end_reason]
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> Samples:
+        """The given rows, in the given order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        columns: dict[str, np.ndarray] = {}
+        for name in _DTYPES:
+            if name in _FLAT:
+                offsets = getattr(self, _FLAT[name])
+                columns[name] = _gather_ragged(getattr(self, name), offsets, rows)
+                columns[_FLAT[name]] = _offsets(np.diff(offsets)[rows])
+            elif not name.endswith("_offsets"):
+                columns[name] = getattr(self, name)[rows]
+        return Samples(**columns, version_id=self.version_id)
+
+    def canonical(self) -> Samples:
+        """The same rows in canonical order: (draw index, candidate)."""
+        return self.select(np.lexsort((self.candidate, self.draw_index)))
+
+    @staticmethod
+    def concat(parts: Sequence[Samples]) -> Samples:
+        """All rows of `parts`; raises `ValueError` when they come from different versions."""
+        versions = {part.version_id for part in parts if len(part)}
+        if len(versions) > 1:
+            raise ValueError(f"samples of several versions in one experience: {sorted(versions)}")
+        columns: dict[str, np.ndarray] = {}
+        for name in _DTYPES:
+            if name.endswith("_offsets"):
+                lengths = [np.diff(getattr(part, name)) for part in parts]
+                columns[name] = _offsets(np.concatenate(lengths))
+            else:
+                columns[name] = np.concatenate([getattr(part, name) for part in parts])
+        return Samples(**columns, version_id=next(iter(versions), parts[0].version_id))
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sample], version_id: str) -> Samples:
+        """Columnar form of single samples (`end` is implied by `end_reason`)."""
+
+        def flat(name: str) -> np.ndarray:
+            parts = [np.asarray(getattr(row, name)) for row in rows]
+            return np.concatenate(parts) if parts else np.zeros(0)
+
+        columns = {name: flat(name) for name in _FLAT}
+        columns["prompt_offsets"] = _offsets(np.array([len(row.prompt_ids) for row in rows]))
+        columns["response_offsets"] = _offsets(np.array([len(row.response_ids) for row in rows]))
+        for name in ("draw_index", "candidate", "end_reason", "seed", "started", "finished"):
+            columns[name] = np.array([getattr(row, name) for row in rows])
+        return Samples(**columns, version_id=version_id)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _gather_ragged(flat: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    parts = [flat[offsets[row] : offsets[row + 1]] for row in rows]
+    return np.concatenate(parts) if parts else flat[:0]

@@ -1,0 +1,29 @@
+"""The numbers of a model, read from its HF config: what trainer, generator and converter share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A dense decoder-only transformer: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+
+    family: str
+    """Name of the file in `reshard/families`: `llama`, `qwen2`."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    """The config's `vocab_size`, without any padding rows."""
+    norm_eps: float
+    rope_theta: float
+    tied: bool
+    """The output projection is the embedding."""
+    qkv_bias: bool
+    max_positions: int
+    config_hash: str
+    """Contract hash of the whole config.json."""
