@@ -56,6 +56,10 @@ class RewardStatus(StrEnum):
     ERROR = "error"
 
 
+UNKNOWN_TOKEN = "unknown_token"
+"""The detail of an error record: the response has an id that the tokenizer does not know."""
+
+
 class RewardKind(StrEnum):
     RAW = "raw"
     NORMALISED = "normalised"
@@ -110,6 +114,44 @@ class Scores:
     def ok(self) -> np.ndarray:
         return np.array([status is RewardStatus.OK for status in self.status], dtype=bool)
 
+    def select(self, rows: Sequence[int] | np.ndarray) -> Scores:
+        """The given rows, in the given order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return Scores(
+            draw_index=self.draw_index[rows],
+            candidate=self.candidate[rows],
+            total=self.total[rows],
+            status=tuple(self.status[row] for row in rows),
+            detail=tuple(self.detail[row] for row in rows),
+            components={name: values[rows] for name, values in self.components.items()},
+            seconds=self.seconds[rows],
+            scorer_version=self.scorer_version,
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Scores]) -> Scores:
+        """All rows of `parts`, in the given order; refuses several scorer versions."""
+        versions = {part.scorer_version for part in parts if len(part.status)}
+        if len(versions) > 1:
+            raise ValueError(f"rewards of several scorer versions in one step: {sorted(versions)}")
+        names = sorted({name for part in parts for name in part.components})
+
+        def column(name: str) -> np.ndarray:
+            empty = [np.full(len(part.status), np.nan) for part in parts]
+            columns = [p.components.get(name, e) for p, e in zip(parts, empty, strict=True)]
+            return np.concatenate(columns)
+
+        return Scores(
+            draw_index=np.concatenate([part.draw_index for part in parts]),
+            candidate=np.concatenate([part.candidate for part in parts]),
+            total=np.concatenate([part.total for part in parts]),
+            status=tuple(status for part in parts for status in part.status),
+            detail=tuple(detail for part in parts for detail in part.detail),
+            components={name: column(name) for name in names},
+            seconds=np.concatenate([part.seconds for part in parts]),
+            scorer_version=next(iter(versions), ""),
+        )
+
     @staticmethod
     def from_records(records: Sequence[RewardRecord]) -> Scores:
         """Canonical columns of `records`; refuses two records for one sample or two scorers."""
@@ -162,6 +204,11 @@ class Experience:
                         f"{item.name} is {value.dtype}{value.shape}, not float32({tokens},)"
                     )
                 value.setflags(write=False)
+        for name in ("draw_index", "candidate"):
+            if not np.array_equal(getattr(self.samples, name), getattr(self.scores, name)):
+                raise ValueError(f"{name} of samples and scores differ: scores join by id")
+        if self.ref_log_probs is not None and "ref" not in self.producers:
+            raise ValueError(f"reference log-probs of an unnamed version: {self.producers}")
         if self.producers.get("rollout") != self.producers.get("old"):
             raise ValueError(f"rollout and old log-probs of two versions: {self.producers}")
         if self.samples.version_id != self.producers.get("rollout"):

@@ -141,8 +141,9 @@ _DTYPES = {
 class Samples:
     """Columnar samples; arrays are made read-only. N rows, P prompt and R response tokens in all.
 
-    Raises `ValueError` when lengths disagree, a (draw index, candidate) pair appears twice, a
-    response is empty or a log-prob is positive or not a number.
+    Raises `ValueError` when lengths disagree, a (draw index, candidate) pair appears twice or is
+    negative, a prompt or response is empty, a reason is unknown, or a log-prob is positive or not
+    finite.
     """
 
     draw_index: np.ndarray  # int32 [N]
@@ -181,13 +182,19 @@ class Samples:
         pairs = np.stack([self.draw_index, self.candidate])
         if np.unique(pairs, axis=1).shape[1] != rows:
             raise ValueError("a (draw index, candidate) pair appears twice")
-        if rows and not (self.rollout_log_probs <= 1e-6).all():
-            raise ValueError("rollout log-probs must be numbers ≤ 0")
+        if (pairs < 0).any():
+            raise ValueError("draw indices and candidates must be ≥ 0")
+        if not np.isin(self.end_reason, list(EndReason)).all():
+            raise ValueError(f"end_reason has values that are no EndReason: {self.end_reason}")
+        log_probs = self.rollout_log_probs
+        if not (np.isfinite(log_probs) & (log_probs <= 1e-6)).all():
+            raise ValueError("rollout log-probs must be finite numbers ≤ 0")
 
     def __len__(self) -> int:
         return len(self.draw_index)
 
     def __getitem__(self, row: int) -> Sample:
+        row = range(len(self))[row]
         prompt = slice(self.prompt_offsets[row], self.prompt_offsets[row + 1])
         response = slice(self.response_offsets[row], self.response_offsets[row + 1])
         reason = EndReason(int(self.end_reason[row]))
@@ -256,7 +263,17 @@ class Samples:
 
     @staticmethod
     def from_rows(rows: Sequence[Sample], version_id: str) -> Samples:
-        """Columnar form of single samples (`end` is implied by `end_reason`)."""
+        """Columnar form of single samples (`end` is implied by `end_reason`).
+
+        Raises `ValueError` when a sample's per-token columns have different lengths.
+        """
+        for row in rows:
+            tokens = len(row.response_ids)
+            if not len(row.action_mask) == len(row.rollout_log_probs) == tokens:
+                raise ValueError(
+                    f"sample {row.draw_index}/{row.candidate} has {tokens} response ids, "
+                    f"{len(row.action_mask)} mask values and {len(row.rollout_log_probs)} log-probs"
+                )
 
         def flat(name: str) -> np.ndarray:
             parts = [np.asarray(getattr(row, name)) for row in rows]

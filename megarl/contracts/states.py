@@ -126,7 +126,8 @@ class Journal:
         if (
             state is State.ACTOR_COMMITTED
             and self.version is not None
-            and version.optimizer_step < self.version.optimizer_step
+            and (version.optimizer_step, version.update_attempt)
+            < (self.version.optimizer_step, self.version.update_attempt)
         ):
             raise IllegalTransition(f"{version} is older than {self.version}")
 

@@ -1,0 +1,190 @@
+"""HF checkpoint folders: safetensors → this rank's shards, and every rank's shards → a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megarl.checkpoint.safetensors_folder import (
+    DTYPES,
+    STORED_AS,
+    FolderWriter,
+    StoredTensor,
+    stored_tensors,
+)
+from megarl.reshard.digest import Digester, block_digest
+from megarl.reshard.exchange import Exchange, as_matrix, window
+from megarl.reshard.families import FolderError, ModelSpec
+from megarl.reshard.layout import hf_placement
+from megarl.reshard.placement import LogicalTensor, Piece, Placement
+from megarl.reshard.plan import make_plan
+from megarl.reshard.transfer import param_faults, source_digests
+from megarl.world import World
+
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+"""A buffer that old checkpoints carry and the config determines."""
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""What makes a folder of weights usable, copied as it is where the source folder has it."""
+STREAM_BYTES = 64 << 20
+"""What rank 0 holds of an export at a time, unless one tensor is larger."""
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load_shards(
+    folder: Path, placement: Placement, rank: int, params: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Fill this rank's parameters from the HF folder, reading only the slices it holds.
+
+    `params`: every parameter of `placement.params[rank]`, of `dtype`, written in place; a stored
+    tensor of another float dtype is cast. Padding becomes zero. Not collective.
+    Raises `FolderError` before anything is written, naming file and tensor: missing, unexpected,
+    of another shape or not a float; a shard that is missing or truncated; parameters that differ
+    from the placement's.
+    """
+    faults = param_faults(placement, rank, params, dtype)
+    if faults:
+        raise FolderError("; ".join(faults[:3]))
+    stored = _checked(Path(folder), placement)
+    with torch.no_grad(), ExitStack() as stack:
+        opened = {
+            path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for path in sorted({tensor.path for tensor in stored.values()})
+        }
+        if OUTPUT in stored and OUTPUT not in placement.tensors:
+            _refuse_other_output(stored, opened, placement.pieces[rank])
+        for piece in placement.pieces[rank]:
+            block = _read(stored[piece.tensor], opened, piece)
+            box = (piece.param_row, piece.param_col, piece.rows, piece.cols)
+            window(params[piece.param], *box).copy_(block.view(piece.rows, piece.cols))
+        for pad in placement.padding[rank]:
+            window(params[pad.param], *pad[1:]).zero_()
+
+
+def export_folder(
+    folder_out: Path,
+    source_folder: Path,
+    placement: Placement,
+    params: Mapping[str, Tensor],
+    spec: ModelSpec,
+    world: World,
+    dtype: torch.dtype,
+) -> None:
+    """Write the model whose shards are `params` as an HF folder. Collective.
+
+    Tensors stream to rank 0 in bounded groups, each checked against the shards' digest. Weights
+    are of `dtype`, and config.json says so; config, tokenizer and generation files are those of
+    `source_folder`. The folder appears under its name only when it is whole, on every rank's
+    return. Raises `FolderError` on every rank when it exists or could not be written,
+    `DriftError` when copies of the shards differ.
+    """
+    writer = FolderWriter(Path(folder_out), STORED_AS[dtype]) if world.rank == 0 else None
+    faults = param_faults(placement, world.rank, params)
+    if writer is not None and (refusal := writer.refusal()):
+        faults.append(refusal)
+    _agree(world, "; ".join(faults[:3]))
+    digests = source_digests(placement, Digester(placement, world.rank, params, dtype), world)
+    whole = hf_placement(spec, world.mesh)
+    plan = make_plan(placement, whole)
+    tensors = list(whole.tensors.values())
+    if writer is not None:
+        writer.begin([(tensor.name, tensor.shape) for tensor in tensors])
+    for group in _groups(tensors, STREAM_BYTES // dtype.itemsize):
+        received = {
+            tensor.name: torch.empty(tensor.shape, dtype=dtype, device=world.device)
+            for tensor in group
+            if writer is not None
+        }
+        part = plan.only({tensor.name for tensor in group})
+        Exchange(part, world.rank, params, received, dtype, STREAM_BYTES, device=world.device).run()
+        if writer is not None:
+            for name, tensor in received.items():
+                if block_digest(as_matrix(tensor), name, 0, 0) != digests[name]:
+                    writer.fail(f"{name} arrived with another digest than the shards have")
+                writer.add(name, tensor)
+    error = ""
+    if writer is not None:
+        error = writer.finish(Path(source_folder), COMPANIONS)
+    _agree(world, error)
+
+
+def _agree(world: World, error: str) -> None:
+    told = [line for line in world.gather(error) if line]
+    if told:
+        raise FolderError("; ".join(told[:3]))
+
+
+def _groups(tensors: list[LogicalTensor], most: int) -> Iterator[list[LogicalTensor]]:
+    """Consecutive tensors of at most `most` elements together, or one larger tensor."""
+    group: list[LogicalTensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.rows * tensor.cols
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(tensor)
+        held += size
+    if group:
+        yield group
+
+
+def _checked(folder: Path, placement: Placement) -> dict[str, StoredTensor]:
+    stored = stored_tensors(folder)
+    tied = OUTPUT not in placement.tensors
+    for name, tensor in stored.items():
+        if name not in placement.tensors and not (
+            name.endswith(DERIVED_SUFFIX) or (tied and name == OUTPUT)
+        ):
+            raise FolderError(f"{tensor.path}: holds {name}, which the model does not have")
+    for name, logical in placement.tensors.items():
+        if name not in stored:
+            raise FolderError(f"{folder}: no file holds {name}")
+        tensor = stored[name]
+        if tensor.shape != tuple(logical.shape):
+            raise FolderError(
+                f"{tensor.path}: {name} is {list(tensor.shape)}, "
+                f"config.json makes it {list(logical.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise FolderError(
+                f"{tensor.path}: {name} is {tensor.dtype}; handled: {', '.join(DTYPES)}"
+            )
+    return stored
+
+
+def _read(tensor: StoredTensor, opened: Mapping[Path, safe_open], piece: Piece) -> Tensor:
+    cut = opened[tensor.path].get_slice(tensor.name)
+    rows = slice(piece.row, piece.row + piece.rows)
+    return cut[rows] if len(tensor.shape) == 1 else cut[rows, piece.col : piece.col + piece.cols]
+
+
+def _refuse_other_output(
+    stored: Mapping[str, StoredTensor],
+    opened: Mapping[Path, safe_open],
+    pieces: tuple[Piece, ...],
+) -> None:
+    """A tied model's folder may repeat the embedding as `lm_head.weight`, but not change it."""
+    for piece in pieces:
+        if piece.tensor == EMBEDDING and not torch.equal(
+            _read(stored[OUTPUT], opened, piece), _read(stored[EMBEDDING], opened, piece)
+        ):
+            raise FolderError(
+                f"{stored[OUTPUT].path}: {OUTPUT} differs from {EMBEDDING} "
+                "though config.json says tie_word_embeddings"
+            )

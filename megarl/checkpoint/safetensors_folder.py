@@ -1,0 +1,222 @@
+"""The safetensors files of an HF folder: read with every check, written tensor by tensor.
+
+Headers are read here rather than by the library so that a truncated or missing file is told by
+file and tensor name before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.families.config import FolderError, read_config
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""safetensors dtype → torch's name."""
+STORED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MOST_FILE_BYTES = 5 * 10**9
+"""Weights beyond this go into several files with an index."""
+MOST_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor of a checkpoint lies."""
+
+    name: str
+    path: Path
+    dtype: str
+    """safetensors' name: `F32`, `BF16`, ..."""
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's safetensors files, by name, from their headers.
+
+    Raises `FolderError` naming file and tensor: no weights, a shard that is missing, truncated or
+    not safetensors, an index entry that its shard does not hold, a tensor that no index names.
+    """
+    folder = Path(folder)
+    index = folder / INDEX
+    if (folder / SINGLE).is_file() and not index.is_file():
+        return _header(folder / SINGLE)
+    if not index.is_file():
+        found = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {found[0]} is a pickle: save it as safetensors first" if found else ""
+        raise FolderError(f"{folder}: neither {SINGLE} nor {INDEX}{hint}")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FolderError(f"{index}: no readable weight_map: {error!r}") from error
+    held = {file: _shard(folder, file, weight_map) for file in files}
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise FolderError(f"{index}: names {name} in {file}, which does not hold it")
+    stray = [
+        f"{name} in {file}"
+        for file, tensors in held.items()
+        for name in tensors
+        if weight_map.get(name) != file
+    ]
+    if stray:
+        raise FolderError(f"{index}: does not name {stray[0]} (and {len(stray) - 1} more)")
+    return {name: held[file][name] for name, file in weight_map.items()}
+
+
+def _shard(folder: Path, file: str, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    if not (folder / file).is_file():
+        lost = next(name for name, place in weight_map.items() if place == file)
+        raise FolderError(f"{folder / file}: missing; {INDEX} places {lost} in it")
+    return _header(folder / file)
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise FolderError(f"{path}: truncated or not safetensors: {size} bytes, no header")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise FolderError(f"{path}: not safetensors: {error}") from error
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        end = 8 + length + entry["data_offsets"][1]
+        if end > size:
+            raise FolderError(f"{path}: truncated: {name} ends at byte {end}, the file at {size}")
+        tensors[name] = StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+class FolderWriter:
+    """Writes an HF folder tensor by tensor, under another name until it is whole.
+
+    The first error is kept, what follows is not written, and `finish` returns it: the caller goes
+    on taking part in its collectives meanwhile.
+    """
+
+    def __init__(self, folder: Path, dtype: str, most_bytes: int = MOST_FILE_BYTES) -> None:
+        """`dtype`: safetensors' name for the dtype of every tensor."""
+        self.folder, self.dtype, self.most_bytes = folder, dtype, most_bytes
+        self.partial = folder.with_name(f".{folder.name}.partial")
+        self.error = ""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.files: dict[str, list[str]] = {}
+        self.file: BinaryIO | None = None
+
+    def refusal(self) -> str:
+        return f"{self.folder}: exists; name another folder" if self.folder.exists() else ""
+
+    def fail(self, error: str) -> None:
+        self.error = self.error or f"{self.folder}: not written: {error}"
+
+    def begin(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """`tensors`: name and shape of everything that `add` will be given, in that order."""
+        groups: list[list[str]] = [[]]
+        self.shapes = dict(tensors)
+        size = 0
+        for name, _ in tensors:
+            if groups[-1] and size + self._bytes(name) > self.most_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += self._bytes(name)
+        count = len(groups)
+        names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        self.files = dict(zip([SINGLE] if count == 1 else names, groups, strict=True))
+        try:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            self.fail(str(error))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor's bytes; a new file begins with its header."""
+        if self.error:
+            return
+        try:
+            for file, names in self.files.items():
+                if names[0] == name:
+                    self._close()
+                    self.file = (self.partial / file).open("wb")
+                    self.file.write(self._file_header(names))
+            self.file.write(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        except OSError as error:
+            self.fail(f"{name}: {error}")
+
+    def finish(self, source: Path, companions: Sequence[str]) -> str:
+        """Index, config and companion files, then the rename. Returns the error, or nothing."""
+        try:
+            self._close()
+            if not self.error:
+                self._write_index()
+                self._write_config(source)
+                for name in companions:
+                    if (source / name).is_file():
+                        shutil.copyfile(source / name, self.partial / name)
+                if stored_tensors(self.partial).keys() != self.shapes.keys():
+                    self.fail("the files do not hold every tensor")
+            if not self.error:
+                os.rename(self.partial, self.folder)
+        except (OSError, FolderError) as error:
+            self.fail(str(error))
+        if self.error:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        return self.error
+
+    def _bytes(self, name: str) -> int:
+        size = BYTES[self.dtype]
+        for extent in self.shapes[name]:
+            size *= extent
+        return size
+
+    def _file_header(self, names: Sequence[str]) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in names:
+            end = at + self._bytes(name)
+            shape = list(self.shapes[name])
+            entries[name] = {"dtype": self.dtype, "shape": shape, "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        # safetensors wants the data aligned to 8 bytes and lets the header end in spaces.
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _close(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = None
+
+    def _write_index(self) -> None:
+        if list(self.files) == [SINGLE]:
+            return
+        index = {
+            "metadata": {"total_size": sum(map(self._bytes, self.shapes))},
+            "weight_map": {name: file for file, names in self.files.items() for name in names},
+        }
+        (self.partial / INDEX).write_text(json.dumps(index, indent=2))
+
+    def _write_config(self, source: Path) -> None:
+        """The source's config with the dtype that was written."""
+        config = read_config(source)
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        config |= dict.fromkeys(keys, DTYPES[self.dtype])
+        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

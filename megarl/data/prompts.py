@@ -1,0 +1,314 @@
+"""Prompts: rows of a JSONL file, checked once at start, and the order in which they are drawn.
+
+Every row becomes a `Prompt` with the very ids the engine executes, or a refusal with file, line and
+reason. Nothing is truncated and the order of the file is kept.
+
+Answers are text: an answer that is null, empty or not a string (a number, say) is refused, because
+what a number reads like (`7`, `7.0`, `1e3`) would be a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from megarl.contracts.hashes import bytes_hash, canonical_json
+from megarl.contracts.records import Prompt
+from megarl.contracts.tokens import Tokens, TokensError, check_messages
+
+SHOWN_REFUSALS = 5
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be used, or not with this cursor; the message says why."""
+
+
+class Refusal(NamedTuple):
+    """One row that is left out."""
+
+    where: str
+    """`file:line`."""
+    why: str
+
+
+class _Refused(Exception):
+    """Raised inside the checks of one row: `kind` is counted, `why` is shown."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind, self.why = kind, why
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The usable rows of one file, in its order."""
+
+    rows: tuple[Prompt, ...]
+    refusals: tuple[Refusal, ...]
+    refused: dict[str, int]
+    """Kind of refusal → rows, e.g. `{"too_long": 2, "empty_answer": 1}`."""
+    fingerprint: str
+    """Over ids, rendered token ids, answers, sources and metadata, in order."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @staticmethod
+    def load(path: Path, tokens: Tokens, section: Any) -> PromptSet:
+        """Read and check every row of `path`; `section` is the recipe's `data`.
+
+        Raises `PromptError` when the file is missing or has no usable row, and when the refused
+        share exceeds `section.max_refused_share`, naming the first rows and the count per kind.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise PromptError(f"{path} does not exist; set data.train or data.eval to a JSONL file")
+        reader = _Reader(path, tokens, section)
+        rows: list[Prompt] = []
+        refusals: list[Refusal] = []
+        kinds: Counter[str] = Counter()
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(reader.prompt(number, line))
+            except _Refused as refused:
+                refusals.append(Refusal(f"{path}:{number}", refused.why))
+                kinds[refused.kind] += 1
+        _check_share(path, len(rows), refusals, kinds, section.max_refused_share)
+        return PromptSet(tuple(rows), tuple(refusals), dict(kinds), _fingerprint(rows))
+
+
+class PromptCursor:
+    """Which prompts an iteration draws: a pure function of (rows, seed, iteration).
+
+    Every epoch is its own shuffle of all rows, and iterations cut the endless row of epochs into
+    equal draws; so each row comes once per epoch, also when `per_iteration` does not divide. In the
+    draw that spans two epochs, rows already drawn step back behind the draw's end: a row is drawn
+    at most once an iteration.
+    """
+
+    def __init__(self, prompts: PromptSet, seed: int, per_iteration: int) -> None:
+        """Raises `PromptError` when one iteration wants more prompts than there are."""
+        if per_iteration > len(prompts):
+            raise PromptError(
+                f"rollout.prompts_per_iteration is {per_iteration}, but there are only "
+                f"{len(prompts)} usable prompts; a row is drawn at most once an iteration"
+            )
+        self._rows = prompts.rows
+        self._seed = seed
+        self._per_iteration = per_iteration
+        self._fingerprint = prompts.fingerprint
+        self._epoch, self._order = 0, self._shuffle(0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What must be equal for another run to continue this one's order."""
+        return {
+            "fingerprint": self._fingerprint,
+            "seed": self._seed,
+            "per_iteration": self._per_iteration,
+        }
+
+    def check_continues(self, state: dict[str, Any]) -> None:
+        """Raise `PromptError` unless this cursor goes on where the one with `state` stopped."""
+        for key, mine in self.state.items():
+            if state.get(key) != mine:
+                raise PromptError(
+                    f"the run to continue drew its prompts with {key} {state.get(key)!r}, this one "
+                    f"has {mine!r}: the order would differ; resume with the same data and recipe"
+                )
+
+    def epoch(self, iteration: int) -> float:
+        """How many times the rows have been gone through before `iteration`."""
+        return iteration * self._per_iteration / len(self._rows)
+
+    def draw(self, iteration: int) -> tuple[Prompt, ...]:
+        """The prompts of `iteration` (0, 1, …), `per_iteration` of them, all different."""
+        epoch, offset = divmod(iteration * self._per_iteration, len(self._rows))
+        drawn = self._order_of(epoch)[offset : offset + self._per_iteration]
+        missing = self._per_iteration - len(drawn)
+        if missing:
+            drawn = np.concatenate([drawn, self._order_of(epoch + 1)[:missing]])
+        return tuple(self._rows[row] for row in drawn)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch < self._epoch:
+            self._epoch, self._order = 0, self._shuffle(0)
+        rows, size = len(self._rows), self._per_iteration
+        while self._epoch < epoch:
+            order = self._shuffle(self._epoch + 1)
+            # Rows of the spanning draw that the ending epoch gives, and how many it lacks.
+            begun = (self._epoch + 1) * rows % size
+            if begun:
+                late = np.isin(order, self._order[rows - begun :])
+                first = np.flatnonzero(~late)[: size - begun]
+                order = np.concatenate([order[first], np.delete(order, first)])
+            self._epoch, self._order = self._epoch + 1, order
+        return self._order
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        """int64 [rows]. Integer mixing of our own: the same on every machine and numpy version."""
+        rows = np.arange(len(self._rows), dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            stream = _mix(_mix(np.array([self._seed % 2**64], np.uint64)) + np.uint64(epoch))
+            keys = _mix(stream + rows * np.uint64(0x9E3779B97F4A7C15))
+        return np.argsort(keys, kind="stable")
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser, uint64 → uint64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Reader:
+    """Turns one line at a time into a `Prompt`; remembers the ids it has seen."""
+
+    def __init__(self, path: Path, tokens: Tokens, section: Any) -> None:
+        self._path, self._tokens, self._section = path, tokens, section
+        self._seen: dict[str, int] = {}
+
+    def prompt(self, number: int, line: bytes) -> Prompt:
+        section = self._section
+        row = _parse(line)
+        prompt_id = self._claim_id(row, number)
+        prompt = _required(row, section.prompt_key, "prompt")
+        answer = _required(row, section.answer_key, "answer")
+        _check_text(row)
+        if not isinstance(answer, str):
+            kind = type(answer).__name__
+            raise _Refused(
+                "answer_not_text", f'"{section.answer_key}" must be a string, not {kind} {answer!r}'
+            )
+        if not answer.strip():
+            raise _Refused("empty_answer", f'"{section.answer_key}" is empty')
+        token_ids = self._render(prompt)
+        own = {section.prompt_key, section.answer_key, section.source_key, "id"}
+        return Prompt(
+            prompt_id=prompt_id,
+            source=self._source(row),
+            text=prompt if isinstance(prompt, str) else prompt[-1]["content"],
+            token_ids=token_ids,
+            answer=answer,
+            metadata={key: value for key, value in row.items() if key not in own},
+        )
+
+    def _claim_id(self, row: dict[str, Any], number: int) -> str:
+        given = row.get("id")
+        if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+            raise _Refused("bad_id", f'"id" must be a string or an integer, not {given!r}')
+        prompt_id = f"{self._path.stem}:{number}" if given in (None, "") else str(given)
+        first = self._seen.setdefault(prompt_id, number)
+        if first != number:
+            raise _Refused("duplicate_id", f"id {prompt_id!r} is taken by line {first}")
+        return prompt_id
+
+    def _source(self, row: dict[str, Any]) -> str:
+        key = self._section.source_key
+        if key is None:
+            return self._path.stem
+        source = _required(row, key, "source")
+        if not isinstance(source, str):
+            raise _Refused("bad_source", f'"{key}" must be a string, not {source!r}')
+        return source
+
+    def _render(self, prompt: Any) -> tuple[int, ...]:
+        section = self._section
+        if not isinstance(prompt, str):
+            try:
+                check_messages(prompt)
+            except TokensError as error:
+                raise _Refused("bad_messages", f'"{section.prompt_key}": {error}') from error
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if not text.strip():
+            raise _Refused("empty_prompt", f'"{section.prompt_key}" is empty')
+        # Without a template no row could be rendered: that is the folder's fault, not the row's.
+        if section.template == "model" and self._tokens.chat_template is None:
+            return self._tokens.render(prompt, section.template, section.system_prompt)
+        try:
+            ids = self._tokens.render(prompt, section.template, section.system_prompt)
+        except TokensError as error:
+            raise _Refused("template", str(error)) from error
+        if len(ids) > section.max_prompt_tokens:
+            raise _Refused(
+                "too_long",
+                f"prompt of {len(ids)} tokens, data.max_prompt_tokens is "
+                f"{section.max_prompt_tokens}",
+            )
+        largest = max(ids, default=-1)
+        if largest >= self._tokens.vocab_size:
+            raise _Refused(
+                "outside_vocabulary",
+                f"token id {largest} is outside the model's vocabulary of "
+                f"{self._tokens.vocab_size}",
+            )
+        return ids
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise _Refused("not_utf8", f"byte {error.start} is not UTF-8") from error
+    except ValueError as error:
+        raise _Refused("malformed_json", f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise _Refused("malformed_json", "JSON nested too deeply") from error
+    if not isinstance(row, dict):
+        raise _Refused("malformed_json", f"a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _required(row: dict[str, Any], key: str, kind: str) -> Any:
+    if key not in row:
+        raise _Refused(f"missing_{kind}", f'no "{key}"; keys are {sorted(row)}')
+    if row[key] is None:
+        raise _Refused(f"null_{kind}", f'"{key}" is null')
+    return row[key]
+
+
+def _check_text(row: dict[str, Any]) -> None:
+    """JSON may escape half a surrogate pair: no text, no tokenizer reads it."""
+    for key, value in row.items():
+        try:
+            json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _Refused("lone_surrogate", f"{key!r} holds half a surrogate pair") from error
+        except ValueError as error:  # 1e999 reads as infinity
+            raise _Refused("malformed_json", f"{key!r} holds a number beyond floats") from error
+
+
+def _check_share(
+    path: Path, kept: int, refusals: list[Refusal], kinds: Counter[str], limit: float
+) -> None:
+    total = kept + len(refusals)
+    if kept and len(refusals) <= limit * total:
+        return
+    if not total:
+        raise PromptError(f"{path} holds no rows")
+    shown = "; ".join(f"{where}: {why}" for where, why in refusals[:SHOWN_REFUSALS])
+    more = f"; and {len(refusals) - SHOWN_REFUSALS} more" * (len(refusals) > SHOWN_REFUSALS)
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+    raise PromptError(
+        f"{path}: {len(refusals)} of {total} rows refused ({counts}), "
+        f"data.max_refused_share is {limit:g}: {shown}{more}"
+    )
+
+
+def _fingerprint(rows: list[Prompt]) -> str:
+    return bytes_hash(
+        canonical_json([r.prompt_id, r.token_ids, r.answer, r.source, r.metadata]).encode() + b"\n"
+        for r in rows
+    )

@@ -1,0 +1,76 @@
+"""The small global table of one iteration's samples, the same on every rank: what decides what
+trains, in which minibatch and where. A few numbers per sample and its score, no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megarl.contracts.records import UNKNOWN_TOKEN, Scores
+from megarl.contracts.samples import END_OF_REASON, EndReason
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """All samples of all replicas in canonical order (N rows)."""
+
+    draw_index: np.ndarray  # int32 [N]
+    candidate: np.ndarray  # int32 [N]
+    prompt_length: np.ndarray  # int64 [N], tokens
+    response_length: np.ndarray  # int64 [N], tokens
+    actions: np.ndarray  # int64 [N], action tokens of the response
+    end_reason: np.ndarray  # int8 [N], an `EndReason`
+    replica: np.ndarray  # int32 [N], which rollout replica made it
+    started: np.ndarray  # float64 [N], unix seconds, by the clock of the replica's leader
+    finished: np.ndarray  # float64 [N]
+    scores: Scores
+    version_id: str
+    """The policy version that generated every row."""
+
+    def __len__(self) -> int:
+        return len(self.draw_index)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [N], prompt + response tokens."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def end(self) -> np.ndarray:
+        """int8 [N], an `End` per row."""
+        table = np.array([END_OF_REASON[reason] for reason in EndReason], dtype=np.int8)
+        return table[self.end_reason]
+
+    @property
+    def invalid(self) -> np.ndarray:
+        """bool [N], responses with an id that the tokenizer does not know."""
+        return np.array([detail == UNKNOWN_TOKEN for detail in self.scores.detail], dtype=bool)
+
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        return pair_keys(self.draw_index, self.candidate)
+
+    def rows_of(self, draw_index: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        """int64 rows of the given ids; raises `KeyError` naming ids the table does not have."""
+        keys = pair_keys(draw_index, candidate)
+        rows = np.searchsorted(self._keys, keys)
+        found = np.zeros(len(keys), dtype=bool)
+        inside = rows < len(self)
+        found[inside] = self._keys[rows[inside]] == keys[inside]
+        if not found.all():
+            raise KeyError(f"samples that are not in the table: {name_pairs(keys[~found])}")
+        return rows
+
+
+def pair_keys(draw_index: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """int64, one per (draw index, candidate), rising in canonical order."""
+    return (np.asarray(draw_index, dtype=np.int64) << 32) | np.asarray(candidate, dtype=np.int64)
+
+
+def name_pairs(keys: np.ndarray, most: int = 8) -> str:
+    """`draw/candidate, …` of some keys, for messages."""
+    told = ", ".join(f"{key >> 32}/{key & 0xFFFFFFFF}" for key in keys[:most].tolist())
+    return told + (f" and {len(keys) - most} more" if len(keys) > most else "")

@@ -1,0 +1,139 @@
+"""The roles of a run that are megatron models: the actor that learns, the frozen reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.data.packing import MicroBatch, Pack
+from megarl.models.build import PackedGPT, build_model, initialize_mesh
+from megarl.models.logprobs import TokenScores, token_scores
+from megarl.models.step import StepResult, Trainer
+from megarl.reshard.families.spec import ModelSpec
+from megarl.world import World
+
+Loss = Callable[[TokenScores, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""(loss, sums): the loss already weighted so that the sum over all packs of all ranks is *the*
+loss, and scalars that are summed over micro-batches."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _Scorer:
+    """A model and the one forward that all uses share: bits do not depend on who asks."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        world: World,
+        model_section: Any,
+        actor_section: Any,
+        temperature: float,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(
+                f"rollout.temperature={temperature}: training needs a temperature above 0"
+            )
+        initialize_mesh(world.mesh, world.timeout.total_seconds())
+        self.spec = spec
+        self.world = world
+        self.temperature = temperature
+        self.chunk = actor_section.logprob_chunk_tokens
+        self.model: PackedGPT = build_model(
+            spec, folder, world.mesh, world.rank, DTYPES[model_section.dtype], world.device
+        )
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """This rank's live parameters under megatron's names; written in place by steps."""
+        return dict(self.model.named_parameters())
+
+    def scores(self, pack: Pack) -> TokenScores:
+        """Scores of the pack's response tokens, [A]; with a gradient where grad is enabled.
+
+        Collective over the tensor-parallel group, whose ranks hold the same pack. Raises
+        `ValueError` for a token id that the model does not have.
+        """
+        largest = int(pack.token_ids_T.max())
+        if largest >= self.spec.vocab or int(pack.token_ids_T.min()) < 0:
+            raise ValueError(
+                f"a pack holds token id {largest}, the model has {self.spec.vocab}: "
+                "tokenizer and model do not belong together"
+            )
+        sequences = self.model.sequences(pack.cu_seqlens, pack.positions_T)
+        hidden_TH = self.model(pack.token_ids_T, sequences)
+        return token_scores(
+            hidden_TH.index_select(0, pack.predictor_A),
+            self.model.output_weight,
+            pack.target_A,
+            temperature=self.temperature,
+            vocab=self.spec.vocab,
+            chunk=self.chunk,
+            group=self.model.pg_collection.tp,
+        )
+
+    @torch.no_grad()
+    def log_probs(self, packs: Sequence[Pack]) -> list[TokenScores]:
+        """Scores per pack, in eval mode and without grad, bit for bit those of an update's forward
+        on the same packs and weights. Collective over the tensor-parallel group.
+        """
+        self.model.eval()
+        return [self.scores(pack) for pack in packs]
+
+
+class Actor(_Scorer):
+    """The policy that learns. `folder` is the HF checkpoint; `total_steps` ends the lr decay."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        world: World,
+        model_section: Any,
+        actor_section: Any,
+        temperature: float,
+        total_steps: int,
+        seed: int = 1,
+    ) -> None:
+        """Collective. `seed` (the recipe's) sets torch's generator, which no forward draws from."""
+        super().__init__(spec, folder, world, model_section, actor_section, temperature)
+        torch.manual_seed(seed)
+        self.trainer = Trainer(self.model, world, actor_section, total_steps)
+
+    @property
+    def optimizer_step(self) -> int:
+        """Steps taken so far: the policy version's number."""
+        return self.trainer.steps
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
+        """One optimizer step on one minibatch, or none (`StepResult.skipped_reason`).
+
+        Collective over all ranks, each with its own packs and the same number of them.
+        """
+        return self.trainer.update(
+            micro_batches, lambda batch: loss(self.scores(batch.pack), batch)
+        )
+
+    def synchronize_masters(self) -> None:
+        """After writing into `named_parameters()`: make the optimizer's masters follow."""
+        self.trainer.synchronize_masters()
+
+
+class Reference(_Scorer):
+    """The frozen policy of a KL term: the same forward, no gradient, no optimizer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        world: World,
+        model_section: Any,
+        actor_section: Any,
+        temperature: float,
+    ) -> None:
+        super().__init__(spec, folder, world, model_section, actor_section, temperature)
+        self.model.requires_grad_(False)

@@ -1,0 +1,214 @@
+"""One optimizer step: gradients summed over micro-batches and data-parallel ranks, agreed, taken.
+
+Losses carry global denominators (Σ weights · loss over all packs of all ranks is *the* loss), so
+gradients are summed everywhere and averaged nowhere: megarl drives forward and backward itself,
+without the schedule's division by the number of micro-batches, and megatron's DDP scales by 1
+(`calculate_per_token_loss`). The optimizer is megatron's: AdamW, fp32 masters and gradients,
+sharded over data-parallel ranks when `distributed_optimizer` is on. Weight decay leaves out biases
+and one-dimensional parameters (norms), as megatron does.
+
+Before the step all ranks tell whether their loss and gradients are finite and whether they hold
+anything to learn from. Then either every rank steps or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from megarl.data.packing import MicroBatch
+from megarl.models.build import PackedGPT
+from megarl.models.schedule import learning_rate
+from megarl.platforms.megatron_patches import cpu_mode
+from megarl.world import World
+
+Forward = Callable[[MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""A micro-batch → its part of the loss (a scalar with a gradient) and sums to report."""
+
+
+class TooManySkippedSteps(RuntimeError):
+    """Loss or gradients were not finite in several steps in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one minibatch did. The same on every rank, but for `loss` and `sums`."""
+
+    stepped: bool
+    skipped_reason: str | None
+    """Why nobody stepped: not finite (naming the ranks), or an empty minibatch."""
+    grad_norm: float
+    """Global L2 norm before clipping; 0 for an empty minibatch."""
+    lr: float
+    """The learning rate of this step, or the one a skipped step would have had."""
+    loss: float
+    """This rank's part of the loss."""
+    sums: dict[str, float]
+    """Summed over this rank's micro-batches."""
+
+
+class Trainer:
+    """Megatron's DDP and optimizer around one model, and the count of its steps.
+
+    `section` is the recipe's `actor` (lr, lr_schedule, lr_warmup_steps, min_lr, betas, eps,
+    weight_decay, clip_grad, distributed_optimizer, max_skipped_steps); `total_steps` ends the
+    decay of the learning rate. The masters are made from the model's weights as they are.
+    """
+
+    def __init__(self, model: PackedGPT, world: World, section: Any, total_steps: int) -> None:
+        self.model = model
+        self.world = world
+        self.section = section
+        self.total_steps = total_steps
+        self.steps = 0
+        """Optimizer steps taken; what the schedule counts."""
+        self.skipped_steps = 0
+        """Steps refused for values that were not finite, over the whole run."""
+        self.empty_minibatches = 0
+        self._skipped_in_a_row = 0
+        with cpu_mode():
+            self.ddp = DistributedDataParallel(
+                model.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=False,
+                    use_distributed_optimizer=section.distributed_optimizer,
+                ),
+                model,
+            )
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=section.lr,
+                    adam_beta1=section.betas[0],
+                    adam_beta2=section.betas[1],
+                    adam_eps=section.eps,
+                    weight_decay=section.weight_decay,
+                    clip_grad=section.clip_grad,
+                    bf16=model.config.bf16,
+                    use_distributed_optimizer=section.distributed_optimizer,
+                ),
+                [self.ddp],
+                use_gloo_process_groups=False,
+            )
+
+    def learning_rate(self) -> float:
+        """The rate that the next step will have."""
+        return learning_rate(
+            self.steps + 1,
+            lr=self.section.lr,
+            schedule=self.section.lr_schedule,
+            warmup_steps=self.section.lr_warmup_steps,
+            total_steps=self.total_steps,
+            min_lr=self.section.min_lr,
+        )
+
+    def synchronize_masters(self) -> None:
+        """Take the model's parameters into the optimizer's fp32 masters.
+
+        Call it whenever parameters were written by anything but a step; a step writes the masters
+        back over them.
+        """
+        with cpu_mode():
+            self.optimizer.reload_model_params()
+
+    def update(self, micro_batches: Sequence[MicroBatch], forward: Forward) -> StepResult:
+        """One minibatch, one optimizer step or none. Collective over all ranks, which must call it
+        with the same number of micro-batches (an empty pack for a rank without samples).
+
+        Raises `TooManySkippedSteps` on every rank at `max_skipped_steps` refusals in a row.
+        """
+        self.model.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, sums = self._accumulate(micro_batches, forward)
+        with cpu_mode():
+            finalize_model_grads([self.ddp])
+            self.optimizer.prepare_grads()
+            norm = self.optimizer.get_grad_norm()
+        lr = self.learning_rate()
+        weighted = any(bool(batch.weights_A.any()) for batch in micro_batches)
+        reason = self._refusal(loss, norm, weighted)
+        if reason is None:
+            with cpu_mode():
+                self.optimizer_step(lr, norm)
+        return StepResult(
+            stepped=reason is None,
+            skipped_reason=reason,
+            grad_norm=norm,
+            lr=lr,
+            loss=loss,
+            sums=sums,
+        )
+
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch], forward: Forward
+    ) -> tuple[float, dict[str, float]]:
+        """Forward and backward of each micro-batch; (loss, sums) of this rank."""
+        losses: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        for batch in micro_batches:
+            loss, parts = forward(batch)
+            loss.backward()
+            losses.append(loss.detach())
+            for name, value in parts.items():
+                value = torch.as_tensor(value).detach().double()
+                sums[name] = sums[name] + value if name in sums else value
+        loss = torch.stack(losses).double().sum()  # one wait for the device, here
+        return float(loss), {name: float(value) for name, value in sums.items()}
+
+    def _gradients_finite(self) -> bool:
+        """Of everything this rank holds: a norm leaves out the copies of other TP ranks."""
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+
+    def _refusal(self, loss: float, norm: float, weighted: bool) -> str | None:
+        """Why no rank may step, the same on every rank, or None. Counts refusals."""
+        told = []
+        if not math.isfinite(loss):
+            told.append(f"loss {loss}")
+        if not (self._gradients_finite() and math.isfinite(norm)):
+            told.append(f"gradient (norm {norm})")
+        reports = self.world.gather((" and ".join(told), weighted))
+        bad = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(reports) if text]
+        if bad:
+            self.skipped_steps += 1
+            self._skipped_in_a_row += 1
+            reason = "not finite: " + ", ".join(bad)
+            if self._skipped_in_a_row >= self.section.max_skipped_steps:
+                raise TooManySkippedSteps(
+                    f"{self._skipped_in_a_row} steps in a row were refused (step {self.steps + 1}; "
+                    f"{reason}); lower actor.lr, or look at rewards and advantages; "
+                    "actor.max_skipped_steps is the limit"
+                )
+            return reason
+        if not any(weighted for _, weighted in reports):
+            self.empty_minibatches += 1
+            return "empty minibatch: no token has a weight"
+        self._skipped_in_a_row = 0
+        return None
+
+    def optimizer_step(self, lr: float, norm: float) -> None:
+        """Clip to `clip_grad` (0: not at all), set the rates, step, gather the parameters."""
+        for optimizer in self.optimizer.chained_optimizers:
+            if self.section.clip_grad > 0 and optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), self.section.clip_grad, norm
+                )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.section.weight_decay * group["wd_mult"]
+        self.optimizer.step_with_ready_grads()
+        self.steps += 1

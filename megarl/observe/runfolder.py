@@ -1,0 +1,139 @@
+"""Reads what a run left in its folder, for the summary and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from megarl.observe import metrics
+from megarl.observe.environment import ENVIRONMENT_FILE
+
+FINISHED_FILE = "finished.json"
+"""Written last: a run folder with it is whole."""
+RECIPE_FILE = "recipe.yaml"
+JOURNAL_FILE = "journal.jsonl"
+
+
+class NotARun(ValueError):
+    """A folder that holds no run, or one that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """A run as its files tell it.
+
+    `rows` are those of metrics.jsonl by iteration, `torn` says its last line is cut off;
+    `recipe` and `environment` are empty where their file is missing.
+    """
+
+    folder: Path
+    rows: tuple[dict[str, Any], ...]
+    torn: bool
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def iterations(self) -> int | None:
+        """How many the recipe asks for."""
+        return self.setting("run", "iterations")
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the resolved recipe, None where there is none."""
+        value: Any = self.recipe
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def points(self, key: str) -> list[tuple[float, float]]:
+        """(iteration, value) of the rows that have the metric `key`."""
+        return [(row[metrics.ITERATION], row[key]) for row in self.rows if key in row]
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds of the whole run by outermost stage, the longest first, `other` last."""
+        totals: dict[str, float] = {}
+        for row in self.rows:
+            for key, value in row.items():
+                if is_stage(key):
+                    name = key.removeprefix(metrics.STAGE_PREFIX)
+                    totals[name] = totals.get(name, 0.0) + value
+        ordered = dict(sorted(totals.items(), key=lambda item: -item[1]))
+        whole = sum(seconds for _, seconds in self.points(metrics.SECONDS))
+        return ordered | {"other": max(0.0, whole - sum(ordered.values()))}
+
+    def unfinished(self) -> str | None:
+        """Why the run counts as incomplete, None when it ended as it should."""
+        if (self.folder / FINISHED_FILE).exists():
+            return None
+        done = f"{len(self.rows)} of {self.iterations or '?'} iterations are there"
+        reason = self._failure()
+        return f"{done}; it failed: {reason}" if reason else f"{done}; still going, or it was ended"
+
+    def _failure(self) -> str | None:
+        path = self.folder / JOURNAL_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        try:
+            last = json.loads(lines[-1]) if lines else {}
+        except ValueError:  # cut off by the end of the process
+            return None
+        return str(last.get("reason", "unknown")) if last.get("state") == "FAILED" else None
+
+
+def is_stage(key: str) -> bool:
+    """True for `time/<stage>`, false for nested stages, the iteration and rates."""
+    inner = key.removeprefix(metrics.STAGE_PREFIX)
+    rate = inner.endswith("_per_second")
+    return key != inner and "/" not in inner and not rate and key != metrics.SECONDS
+
+
+def read_run(folder: Path) -> RunFiles:
+    """The run in `folder`; raises `NotARun` in one line when there is none."""
+    path = folder / metrics.METRICS_FILE
+    if not folder.is_dir():
+        raise NotARun(f"{folder}: there is no such folder; give a run's, like runs/quickstart-s1")
+    if not path.is_file():
+        raise NotARun(f"{folder}: no {metrics.METRICS_FILE} in it; give a run's folder")
+    try:
+        rows, torn = metrics.read_rows(path)
+    except metrics.MetricsError as error:
+        raise NotARun(str(error)) from error
+    return RunFiles(
+        folder=folder,
+        rows=tuple(rows),
+        torn=torn,
+        recipe=_read(folder / RECIPE_FILE),
+        environment=_read(folder / ENVIRONMENT_FILE),
+    )
+
+
+def accuracy_before_after(
+    rows: Sequence[dict[str, Any]], key: str
+) -> tuple[float | None, float | None]:
+    """The first evaluation's value of `key` and the last one's, None where there is none.
+
+    A run of one iteration has both in one row, the last one under `eval/final/…`.
+    """
+    final = "eval/final/" + key.removeprefix("eval/")
+    firsts = [row[key] for row in rows if key in row]
+    lasts = [row.get(final, row.get(key)) for row in rows if key in row or final in row]
+    several = len(firsts) > 1 or any(final in row for row in rows)
+    return (firsts[0] if firsts else None), (lasts[-1] if several else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = YAML(typ="safe").load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
+    except YAMLError as error:
+        raise NotARun(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    return value if isinstance(value, dict) else {}

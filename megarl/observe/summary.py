@@ -1,0 +1,149 @@
+"""A short summary of a run for a person: `python -m megarl.observe.summary RUN_FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.observe import metrics
+from megarl.observe.metrics import TENSORBOARD_FOLDER
+from megarl.observe.plots import text_plot
+from megarl.observe.runfolder import NotARun, RunFiles, accuracy_before_after, read_run
+
+FILES = (
+    ("metrics.jsonl", "one JSON object per iteration"),
+    ("report.html", "plots, for a browser"),
+    ("timeline.json", "where the time went: open it at https://ui.perfetto.dev"),
+    ("eval", "what the model answered to the held-out prompts"),
+    ("hf", "the trained model: a Hugging Face folder that transformers loads"),
+    ("recipe.yaml", "every setting of this run"),
+    ("logs", "what the libraries said, by rank"),
+)
+
+
+def summary(run: RunFiles) -> str:
+    """The summary's text. An incomplete run is called so in its first lines."""
+    parts = [_head(run), _results(run), _times(run), _plot(run), _files(run), _next(run)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _head(run: RunFiles) -> list[str]:
+    layout = [f"{run.setting('world', 'ranks')} ranks" if run.setting("world", "ranks") else ""]
+    for role in ("actor", "rollout"):
+        tp = run.setting(role, "tp")
+        layout.append(f"{role} tp={tp}" if tp else "")
+    told = ", ".join(part for part in layout if part)
+    lines = [f"{run.name}" + (f": {told}" if told else "")]
+    reason = run.unfinished()
+    return [*lines, f"INCOMPLETE: {reason}"] if reason else lines
+
+
+def _results(run: RunFiles) -> list[str]:
+    lines = [f"  {'':<30}{'before':>9}{'after':>9}"]
+    for label, key in (
+        ("held-out accuracy, greedy", metrics.ACCURACY),
+        ("held-out accuracy, sampled", metrics.ACCURACY_SAMPLED),
+    ):
+        before, after = accuracy_before_after(run.rows, key)
+        lines.append(f"  {label:<30}{_number(before)}{_number(after)}")
+    rewards = [value for _, value in run.points(metrics.REWARD)]
+    first, last = (rewards[0], rewards[-1]) if rewards else (None, None)
+    lines.append(f"  {'reward, first and last':<30}{_number(first)}{_number(last)}")
+    gaps = [value for _, value in run.points(metrics.PARITY)]
+    if gaps:
+        limit = run.setting("parity", "max")
+        allowed = f" (allowed {limit:.0e})" if isinstance(limit, int | float) else ""
+        lines.append(
+            f"  trainer and generator differ by at most {max(gaps):.1e} in any token's log-prob"
+            + allowed
+        )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return f"{'-':>9}" if value is None else f"{value:>9.3f}"
+
+
+def _times(run: RunFiles) -> list[str]:
+    seconds = [value for _, value in run.points(metrics.SECONDS)]
+    whole = sum(seconds)
+    if not whole:
+        return [f"  {len(run.rows)} iterations"]
+    shares = [
+        f"{name} {part / whole:.0%}"
+        for name, part in run.stage_seconds().items()
+        if part / whole >= 0.01
+    ]
+    lines = [f"  {len(seconds)} iterations in {whole:.1f} s, {whole / len(seconds):.2f} s each:"]
+    for start in range(0, len(shares), 5):
+        lines.append("    " + ", ".join(shares[start : start + 5]))
+    return lines
+
+
+def _plot(run: RunFiles) -> list[str]:
+    rewards, accuracy = run.points(metrics.REWARD), run.points(metrics.ACCURACY)
+    if len(rewards) < 2:
+        return []
+    lines = text_plot({"·": rewards, "●": accuracy})
+    return [f"  · reward{'   ● held-out accuracy, greedy' if accuracy else ''}", *lines]
+
+
+def _files(run: RunFiles) -> list[str]:
+    lines = [f"  Files in {run.folder}:"]
+    lines += [f"    {name:<15}{what}" for name, what in FILES if (run.folder / name).exists()]
+    if (run.folder / TENSORBOARD_FOLDER).exists():
+        tool = _shown(Path(sys.executable).with_name("tensorboard"))
+        lines.append(f"  Curves: {tool} --logdir {shlex.quote(str(run.folder.parent))}")
+    return lines
+
+
+def _next(run: RunFiles) -> list[str]:
+    recipe = _recipe_path(run)
+    if recipe is None or run.unfinished():
+        return []
+    stem = Path(recipe).stem
+    command = f"bash launch/grpo.sh {shlex.quote(recipe)}"
+    lines = ["  What to try next:"]
+    ranks, tp = run.setting("world", "ranks"), run.setting("rollout", "tp")
+    if ranks == 2 and tp == 1:
+        lines.append(f"    {command} rollout.tp=2 run.name={stem}-tp2")
+        lines.append("      one generator over both ranks: the same answers, token by token")
+    seed = run.setting("seed")
+    if stem == "quickstart" and isinstance(seed, int):
+        lines.append(f"    make demo SEED={seed + 1}")
+        lines.append("      another model, other prompts and draws, the same lesson")
+    lines.append(f"    edit {recipe}: every key is explained in docs/recipe.md")
+    return lines
+
+
+def _recipe_path(run: RunFiles) -> str | None:
+    """The recipe that the run was started with: the first argument that is no `key=value`."""
+    arguments = run.environment.get("argv") or []
+    paths = [text for text in arguments[1:] if str(text).endswith((".yaml", ".yml"))]
+    return str(paths[0]) if paths else None
+
+
+def _shown(path: Path) -> str:
+    """`path` as a person would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the summary of a run; 1 and one line on standard error for a folder that is none."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.observe.summary", description=__doc__)
+    parser.add_argument("run_folder", type=Path, help="a run's folder, like runs/quickstart-s1")
+    options = parser.parse_args(arguments)
+    try:
+        print(summary(read_run(options.run_folder)))
+    except NotARun as error:
+        print(f"megarl: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

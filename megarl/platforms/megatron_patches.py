@@ -1,0 +1,82 @@
+"""What megatron-core 0.16.1 needs to build its optimizer and step on a machine without CUDA.
+
+`install()` sets what must hold for the whole process; `cpu_mode()` is a scope, entered in
+`models/step.py` only, around the few megatron calls that name "cuda" themselves. Forward,
+backward and generation run outside of it: a TorchFunctionMode costs every torch call some
+microseconds (16-23 % of a generation, measured). With CUDA both do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def current_device() -> torch.device:
+    """Replaces `torch.cuda.current_device`, where megatron's gradient and parameter buffers go.
+
+    (`_ParamAndGradBuffer`, `DistributedOptimizer`; the plain function raises without CUDA.)
+    """
+    return torch.device("cpu")
+
+
+def _on_cpu(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Replaces the literal `device="cuda"` of megatron's optimizers and gradient norm.
+
+    (`MixedPrecisionOptimizer.__init__`, `FP32Optimizer.__init__`, `get_grad_norm_fp32`,
+    `clip_grad_by_total_norm_fp32`, `local_multi_tensor_l2_norm`.)
+    """
+    if str(kwargs.get("device")).startswith("cuda"):
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return func(*args, **kwargs)
+
+
+def _type_as_on_cuda(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Replaces `Tensor.type()`: megatron sorts parameters by names such as torch.cuda.FloatTensor.
+
+    (`DistributedOptimizer`, `Float16OptimizerWithFloat16Params`, `clip_grad_by_total_norm_fp32`.)
+    """
+    answer = func(*args, **kwargs)
+    if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
+
+
+class _CpuMode(TorchFunctionMode):
+    def __init__(self, without: frozenset[str]) -> None:
+        super().__init__()
+        self.without = without
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and "type_as_on_cuda" not in self.without:
+            return _type_as_on_cuda(func, args, kwargs)
+        if "device" in kwargs and "on_cpu" not in self.without:
+            return _on_cpu(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Patch this process; again is harmless, and with CUDA nothing is patched."""
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = current_device
+
+
+@contextmanager
+def cpu_mode(without: frozenset[str] = frozenset()) -> Iterator[None]:
+    """The scope in which megatron's "cuda" means this CPU; nothing where there is CUDA.
+
+    `without` leaves replacements out by name (`on_cpu`, `type_as_on_cuda`): for the test that
+    proves each of them needed.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    with _CpuMode(without):
+        yield

@@ -1,0 +1,217 @@
+"""Recipes: YAML files → one frozen, checked `Recipe`, or one line that says what to change.
+
+`python -m megarl.recipe RECIPE [key=value …]` checks a recipe and prints it resolved;
+`--get KEY` prints one value, `--reference` the page docs/recipe.md. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megarl.recipe_checks import refusals
+from megarl.recipe_reference import help_text, key_table, recipe_reference_markdown
+from megarl.recipe_schema import (
+    ActorSection,
+    AlgorithmSection,
+    DataSection,
+    EvalSection,
+    KlSection,
+    ModelSection,
+    ObserveSection,
+    OnStatusSection,
+    ParitySection,
+    Recipe,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    ScorerSection,
+    WorldSection,
+)
+from megarl.recipe_source import RecipeError, Settings, apply_overrides, dotted, read_settings
+
+__all__ = [
+    "ActorSection",
+    "AlgorithmSection",
+    "DataSection",
+    "EvalSection",
+    "KlSection",
+    "ModelSection",
+    "ObserveSection",
+    "OnStatusSection",
+    "ParitySection",
+    "Recipe",
+    "RecipeError",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "ScorerSection",
+    "WorldSection",
+    "help_text",
+    "load_recipe",
+    "recipe_reference_markdown",
+]
+
+# Keys in which `{seed}` stands for the seed.
+SEEDED_KEYS = (
+    ("run", "name"),
+    ("run", "folder"),
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "eval"),
+)
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe with its `base` chain, apply `key=value` overrides, check all of it.
+
+    Raises `RecipeError`: one line with `file:line` (or the override), the key and what to change.
+    """
+    path = Path(path)
+    settings = read_settings(path)
+    apply_overrides(settings, overrides)
+    _refuse_unknown_keys(settings)
+    _name_run(settings, path)
+    _fill_seed(settings)
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(settings.data, default=str))
+    except ValidationError as error:
+        raise RecipeError(_first_problem(error, settings)) from error
+    for keys, message in refusals(recipe):
+        at = next((key for key in keys if settings.is_set(key.split("."))), keys[0])
+        raise RecipeError(f"{settings.place(at.split('.'))}: {keys[0]}: {message}")
+    return recipe
+
+
+def _refuse_unknown_keys(settings: Settings) -> None:
+    known = [row.key for row in key_table()]
+    sections = {dotted(key.split(".")[:depth]) for key in known for depth in (1, 2, 3)}
+
+    def walk(tree: dict[str, Any], path: tuple[str, ...]) -> None:
+        for part, value in tree.items():
+            here = dotted((*path, part))
+            if here not in sections:
+                near = _nearest(here, sorted(sections))
+                hint = f"; did you mean {near}?" if near else "; see --help for the keys"
+                place = settings.place((*path, part))
+                raise RecipeError(f"{place}: {here}: unknown key{hint}")
+            if isinstance(value, dict) and any(key.startswith(here + ".") for key in known):
+                walk(value, (*path, part))
+
+    walk(settings.data, ())
+
+
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """The known key most like `key`: in its own section, else by its last part anywhere."""
+    section, _, leaf = key.rpartition(".")
+    siblings = {
+        name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section
+    }
+    if match := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
+        return siblings[match[0]]
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    if match := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75):
+        return leaves[match[0]]
+    return None
+
+
+def _name_run(settings: Settings, path: Path) -> None:
+    run = settings.data.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name") is None:
+        run["name"] = f"{path.stem}-s{{seed}}"
+
+
+def _fill_seed(settings: Settings) -> None:
+    seed = settings.data.get("seed", Recipe.model_fields["seed"].default)
+    for section, key in SEEDED_KEYS:
+        table = settings.data.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = table[key].replace("{seed}", str(seed))
+
+
+def _first_problem(error: ValidationError, settings: Settings) -> str:
+    """The first of pydantic's complaints as our one line."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    path = problem["loc"]
+    given = problem["input"]
+    match problem["type"]:
+        case "missing":
+            text = "this key is required and not set"
+        case "extra_forbidden":
+            text = "unknown key"
+        case kind:
+            text = _complaint(kind, problem["msg"], problem.get("ctx", {}))
+            text += f", got {_shown(given)}"
+    # A list with a bad entry is also reported as too short: that is no second problem.
+    others = [other for other in problems[1:] if other["loc"] != path[: len(other["loc"])]]
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{settings.place(path)}: {dotted(path)}: {text}{more}"
+
+
+def _complaint(kind: str, message: str, context: dict[str, Any]) -> str:
+    plain = {
+        "model_type": "a section of keys",
+        "tuple_type": "a list",
+        "string_type": "text",
+        "bool_type": "true or false",
+    }
+    if kind in plain:
+        return f"must be {plain[kind]}"
+    if kind == "too_short":
+        return f"must have at least {context['min_length']} entry"
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if message.startswith("Input should be a valid "):
+        wanted = message.removeprefix("Input should be a valid ")
+        return f"must be {'an' if wanted[0] in 'aeiou' else 'a'} {wanted}"
+    if message.startswith("Input should "):
+        return "must " + message.removeprefix("Input should ")
+    return message[0].lower() + message[1:]
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.recipe", description=__doc__)
+    parser.add_argument("recipe", nargs="?", help="recipe file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over it")
+    parser.add_argument("--get", metavar="KEY", help="print one resolved value")
+    parser.add_argument("--reference", action="store_true", help="print docs/recipe.md")
+    options = parser.parse_args(arguments)
+    if options.reference:
+        print(recipe_reference_markdown(), end="")
+        return 0
+    if options.recipe is None:
+        parser.error("name a recipe file, for example recipes/quickstart.yaml")
+    try:
+        recipe = load_recipe(options.recipe, options.overrides)
+        print(_value(recipe, options.get) if options.get else recipe.resolved_yaml(), end="\n")
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        if not isinstance(value, BaseModel) or part not in type(value).model_fields:
+            raise RecipeError(f"--get {key}: unknown key; see --help for the keys")
+        value = getattr(value, part)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

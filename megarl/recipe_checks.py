@@ -1,0 +1,191 @@
+"""Cross-checks of a recipe: what single keys cannot know. Each refusal says what to change.
+
+A check yields `(keys, message)` for what it refuses; the keys, most telling first, say where the
+error is shown. Keys compared with the model's own config are checked where that config is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.recipe_schema import Recipe
+
+Refusal = tuple[tuple[str, ...], str]
+
+# SGLang keeps up to 6 tokens of a request's room to itself (one at the end, five at the input).
+GENERATOR_RESERVE_TOKENS = 8
+
+# Neutral values: the distribution sampled is exactly the one the trainer scores.
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+# bfloat16 keeps 8 bits: gaps below this are out of reach, so such a bound would stop any run.
+BFLOAT16_PARITY_FLOOR = {"max": 1e-2, "mean": 1e-3}
+
+
+def refusals(recipe: Recipe) -> Iterator[Refusal]:
+    """Everything the recipe's keys refuse about each other, most basic first."""
+    yield from _layout(recipe)
+    yield from _groups(recipe)
+    yield from _tokens(recipe)
+    yield from _sampling(recipe)
+    yield from _optimizer(recipe)
+    yield from _reward(recipe)
+    yield from _parity(recipe)
+
+
+def _layout(recipe: Recipe) -> Iterator[Refusal]:
+    ranks, actor_tp, rollout_tp = recipe.world.ranks, recipe.actor.tp, recipe.rollout.tp
+    if recipe.actor.pp != 1:
+        yield (
+            ("actor.pp",),
+            f"pipeline parallelism of {recipe.actor.pp} is not offered; set actor.pp to 1",
+        )
+    elif ranks % actor_tp:
+        yield (
+            ("world.ranks", "actor.tp"),
+            f"{ranks} ranks do not divide by actor.tp {actor_tp}; make world.ranks a multiple of "
+            f"{actor_tp} or change actor.tp",
+        )
+    if ranks % rollout_tp:
+        yield (
+            ("rollout.tp", "world.ranks"),
+            f"{ranks} ranks do not divide by rollout.tp {rollout_tp}; make world.ranks a multiple "
+            f"of {rollout_tp} or change rollout.tp",
+        )
+
+
+def _groups(recipe: Recipe) -> Iterator[Refusal]:
+    rollout, minibatches = recipe.rollout, recipe.algorithm.minibatches
+    if rollout.group_size < 2:
+        yield (
+            ("rollout.group_size",),
+            "grpo compares the responses of one prompt, a single one would always have advantage "
+            "0; set rollout.group_size to 2 or more",
+        )
+    if minibatches > rollout.prompts_per_iteration:
+        yield (
+            ("algorithm.minibatches", "rollout.prompts_per_iteration"),
+            f"{minibatches} minibatches cannot be made of {rollout.prompts_per_iteration} whole "
+            f"groups; set algorithm.minibatches to {rollout.prompts_per_iteration} or less, or "
+            "raise rollout.prompts_per_iteration",
+        )
+
+
+def _tokens(recipe: Recipe) -> Iterator[Refusal]:
+    rollout, budget = recipe.rollout, recipe.actor.tokens_per_micro_batch
+    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    how = (
+        f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.max_response_tokens "
+        f"{rollout.max_response_tokens}"
+    )
+    if budget < longest:
+        yield (
+            ("actor.tokens_per_micro_batch", "rollout.max_response_tokens"),
+            f"{budget} tokens cannot hold the longest sample, {longest} ({how}); raise it to "
+            f"{longest} or more",
+        )
+    need = longest + GENERATOR_RESERVE_TOKENS
+    if rollout.max_total_tokens < need:
+        yield (
+            ("rollout.max_total_tokens", "rollout.max_response_tokens"),
+            f"{rollout.max_total_tokens} tokens of KV cache cannot hold the longest sample, "
+            f"{longest} ({how}), and the generator's reserve of {GENERATOR_RESERVE_TOKENS}; raise "
+            f"it to {need} or more (about rollout.max_running_requests × {longest} keeps all "
+            "requests running)",
+        )
+    elif rollout.chunked_prefill_tokens > rollout.max_total_tokens:
+        yield (
+            ("rollout.chunked_prefill_tokens", "rollout.max_total_tokens"),
+            f"a prefill chunk of {rollout.chunked_prefill_tokens} tokens does not fit into "
+            f"rollout.max_total_tokens {rollout.max_total_tokens}; lower it to that or less",
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[Refusal]:
+    for key, neutral in NEUTRAL_SAMPLING.items():
+        value = getattr(recipe.rollout, key)
+        if value != neutral:
+            yield (
+                (f"rollout.{key}",),
+                f"sampling with {key} {value} cannot be trained on: the trainer scores the full "
+                "distribution, the samples would come from a filtered or penalised one; leave it "
+                f"out or set {neutral}",
+            )
+
+
+def _optimizer(recipe: Recipe) -> Iterator[Refusal]:
+    actor, steps = recipe.actor, recipe.run.iterations * recipe.algorithm.minibatches
+    if actor.min_lr > actor.lr:
+        yield (
+            ("actor.min_lr", "actor.lr"),
+            f"min_lr {actor.min_lr} is above lr {actor.lr}; set it to {actor.lr} or less",
+        )
+    if actor.min_lr and actor.lr_schedule == "constant":
+        yield (
+            ("actor.min_lr",),
+            "a constant schedule never reaches min_lr; set actor.lr_schedule to linear or cosine, "
+            "or leave min_lr out",
+        )
+    if actor.lr_warmup_steps >= steps:
+        yield (
+            ("actor.lr_warmup_steps", "run.iterations"),
+            f"a warm-up of {actor.lr_warmup_steps} steps never ends: the run has {steps} "
+            "(run.iterations × algorithm.minibatches); set it below that",
+        )
+
+
+def _reward(recipe: Recipe) -> Iterator[Refusal]:
+    reward = recipe.reward
+    for status in ("timeout", "error"):
+        if getattr(reward.on_status, status) == "penalty" and reward.penalty is None:
+            yield (
+                (f"reward.on_status.{status}",),
+                "the rule penalty needs a number; set reward.penalty or choose drop, retry or stop",
+            )
+    names = [scorer.name for scorer in reward.scorers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield (
+                (f"reward.scorers.{index}.name",),
+                f"scorer {name} is listed twice, its records could not be told apart; keep one",
+            )
+    if all(scorer.weight == 0 for scorer in reward.scorers):
+        yield (
+            ("reward.scorers",),
+            "every scorer has weight 0, so every reward is 0; give one a weight",
+        )
+
+
+def _parity(recipe: Recipe) -> Iterator[Refusal]:
+    parity = recipe.parity
+    assert parity.max is not None and parity.mean is not None
+    coarse = [
+        key
+        for key, dtype in (
+            ("model.dtype", recipe.model.dtype),
+            ("rollout.dtype", recipe.rollout.dtype),
+        )
+        if dtype == "bfloat16"
+    ]
+    if coarse and parity.action == "stop":
+        for name, floor in BFLOAT16_PARITY_FLOOR.items():
+            bound = getattr(parity, name)
+            if bound < floor:
+                yield (
+                    (f"parity.{name}", coarse[0]),
+                    f"{bound} nats cannot hold with {coarse[0]} bfloat16 and would stop the run; "
+                    f"set {floor} or more, leave it out, or set {coarse[0]} to float32",
+                )
+    if parity.mean > parity.max:
+        yield (
+            ("parity.mean", "parity.max"),
+            f"the mean bound {parity.mean} is above the largest allowed gap {parity.max}, so it "
+            "never applies; lower parity.mean or raise parity.max",
+        )

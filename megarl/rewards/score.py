@@ -1,0 +1,196 @@
+"""Scoring: responses stream in while others are generated, reward records come out at the end.
+
+"Wrong", "scored 0" and "could not be scored" stay three things. A response without an answer is
+scored (`ok`, detail `no_answer`); a scorer that raises, ends its process, or returns what is no
+finite number makes the record an `error`; one that takes too long makes it a `timeout`. What these
+lead to is the recipe's `reward.on_status`: `drop` keeps the status for group selection, `retry`
+scores once more and then drops, `penalty` gives the declared total, `stop` raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.contracts.hashes import contract_hash
+from megarl.contracts.records import Prompt, RewardRecord, RewardStatus
+from megarl.contracts.samples import End, Sample
+from megarl.contracts.tokens import Tokens
+from megarl.rewards.scorer import Response, ScorerError, component_name
+from megarl.rewards.worker import Setup, Verdict
+from megarl.rewards.workers import Died, Job, Outcome, TimedOut, WorkerPool
+
+Key = tuple[int, int]
+"""(draw index, candidate)."""
+
+
+class RewardError(RuntimeError):
+    """Scoring went so wrong that the run must stop; the message says what to look at."""
+
+
+@dataclass
+class Failures:
+    """Records of one collection and how many could not be scored; adds up over ranks."""
+
+    records: int = 0
+    details: Counter[str] = field(default_factory=Counter)
+    """`error: <detail>` or `timeout: <detail>` → records, before `on_status` is applied."""
+
+    def __add__(self, other: Failures) -> Failures:
+        return Failures(self.records + other.records, self.details + other.details)
+
+    def check(self, max_share: float) -> None:
+        """Raise `RewardError` when a larger share failed, naming the commonest reason."""
+        failed = self.details.total()
+        if failed <= max_share * self.records:
+            return
+        detail, count = self.details.most_common(1)[0]
+        raise RewardError(
+            f"{failed} of {self.records} responses could not be scored, reward.max_error_share is "
+            f"{max_share:g}; most often ({count}×) {detail}"
+        )
+
+
+class ScoringPool:
+    """Scores samples in processes of their own, each within `reward.deadline_seconds`."""
+
+    def __init__(self, section: Any, tokens: Tokens) -> None:
+        """Start the workers and load every scorer; `section` is the recipe's `reward`.
+
+        Raises `ScorerError` when a scorer does not exist or does not take its options.
+        """
+        self._section, self._tokens = section, tokens
+        self._weights = {component_name(item.name): item.weight for item in section.scorers}
+        if len(self._weights) < len(section.scorers):
+            raise ScorerError(
+                "reward.scorers: two scorers have the same component name; rename one function: "
+                + ", ".join(item.name for item in section.scorers)
+            )
+        self._rules = {
+            RewardStatus.TIMEOUT: section.on_status.timeout,
+            RewardStatus.ERROR: section.on_status.error,
+        }
+        if "penalty" in self._rules.values() and section.penalty is None:
+            raise ScorerError("reward.on_status says penalty: set reward.penalty to its value")
+        setup = Setup(
+            sys_path=tuple(sys.path),
+            scorers=tuple((item.name, dict(item.options)) for item in section.scorers),
+        )
+        self._jobs: dict[Key, Job] = {}
+        self.failures = Failures()
+        self._pool = WorkerPool(setup, section.workers, section.deadline_seconds, self._is_retried)
+        self.version = self._hash_version(setup)
+
+    def submit(self, sample: Sample, prompt: Prompt) -> None:
+        """Start scoring; returns at once. The same response again changes nothing.
+
+        Raises `ValueError` when another response comes under an id that is being scored, and
+        `TokensError` when the response holds an id the tokenizer does not know.
+        """
+        key = (sample.draw_index, sample.candidate)
+        token_ids = tuple(sample.response_ids.tolist())
+        before = self._jobs.get(key)
+        if before is not None:
+            if before.response.token_ids != token_ids:
+                raise ValueError(f"two different responses for draw and candidate {key}")
+            return
+        response = Response(
+            text=self._tokens.decode(token_ids),
+            answer=prompt.answer,
+            prompt=prompt.text,
+            finished=sample.end is End.TERMINATED,
+            end_reason=sample.end_reason.name.lower(),
+            token_ids=token_ids,
+            prompt_id=prompt.prompt_id,
+            source=prompt.source,
+            metadata=prompt.metadata,
+        )
+        self._jobs[key] = self._pool.submit(response)
+
+    def collect(self, expected: Sequence[Key], check_share: bool = True) -> list[RewardRecord]:
+        """Records of all submitted samples, in the order of `expected`; waits for the last.
+
+        Their ids are free again afterwards. `failures` counts what could not be scored; with
+        `check_share` it is checked against `reward.max_error_share` here, otherwise the caller adds
+        it up over ranks first (a share of few samples says little).
+
+        Raises `ValueError` when `expected` is not what was submitted, `RewardError` for a failure
+        whose rule is `stop` and for too large a share of failures.
+        """
+        if len(set(expected)) != len(expected) or set(expected) != self._jobs.keys():
+            odd = sorted(set(expected) ^ self._jobs.keys())
+            raise ValueError(f"expected rewards differ from submitted samples, at {odd[:4]} …")
+        self._pool.wait()
+        jobs, self._jobs = self._jobs, {}
+        self.failures = Failures(len(jobs))
+        records = [self._record(key, jobs[key]) for key in expected]
+        if check_share:
+            self.failures.check(self._section.max_error_share)
+        return records
+
+    def close(self) -> None:
+        """End every worker and what it started."""
+        self._pool.close()
+
+    def _is_retried(self, outcome: Outcome, tries: int) -> bool:
+        status, _ = _status_of(outcome)
+        return status is not RewardStatus.OK and tries == 1 and self._rules[status] == "retry"
+
+    def _record(self, key: Key, job: Job) -> RewardRecord:
+        status, detail = _status_of(job.outcome)
+        components: dict[str, float] = {}
+        total = None
+        if status is RewardStatus.OK:
+            components = job.outcome.components
+            # Weight 0: reported, not counted (so that 0 × a huge score cannot show either).
+            total = sum(components[name] * w for name, w in self._weights.items() if w)
+        else:
+            self.failures.details[f"{status}: {detail}"] += 1
+            if self._rules[status] == "stop":
+                raise RewardError(
+                    f"response {key} to prompt {job.response.prompt_id} could not be scored and "
+                    f"reward.on_status.{status} is stop: {detail}"
+                )
+            if self._rules[status] == "penalty":
+                total, detail = self._section.penalty, f"penalty for {status}: {detail}"
+                status = RewardStatus.OK
+        return RewardRecord(
+            draw_index=key[0],
+            candidate=key[1],
+            total=None if total is None else float(total),
+            components=components,
+            scorer_version=self.version,
+            status=status,
+            detail=detail,
+            seconds=job.outcome.seconds,
+        )
+
+    def _hash_version(self, setup: Setup) -> str:
+        """Over code, options, weights, rules and library versions."""
+        sources = self._pool.sources
+        return contract_hash(
+            {
+                "scorers": [[name, options] for name, options in setup.scorers],
+                "weights": self._weights,
+                "files": sources.files,
+                "libraries": sources.libraries,
+                "rules": {str(status): rule for status, rule in self._rules.items()},
+                "penalty": self._section.penalty,
+                "deadline_seconds": self._section.deadline_seconds,
+            }
+        )
+
+
+def _status_of(outcome: Outcome) -> tuple[RewardStatus, str]:
+    match outcome:
+        case TimedOut(deadline=deadline):
+            return RewardStatus.TIMEOUT, f"no score within {deadline:g} s"
+        case Died(exit_code=code):
+            return RewardStatus.ERROR, f"the scorer ended its process with exit code {code}"
+        case Verdict(error=str(error)):
+            return RewardStatus.ERROR, error
+        case Verdict(detail=detail):
+            return RewardStatus.OK, detail

@@ -1,0 +1,119 @@
+"""What a scorer sees and says, and how scorers are found. Imported by scoring workers: stays light.
+
+A scorer is a function of one response. An own one is named by import path in the recipe and takes
+its options as keyword arguments::
+
+    def score(response: Response, *, unit: str = "cm") -> RewardParts | float: ...
+
+It raises on what it cannot score; it never answers 0 for that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+BUILT_IN = {"exact_match": "megarl.rewards.exact", "format": "megarl.rewards.format"}
+"""Name in a recipe → module with `make(**options)`, which checks them and gives the scorer."""
+
+NO_ANSWER = "no_answer"
+"""Detail of a response in which no answer could be found: scored, and wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response as scorers see it."""
+
+    text: str
+    """Decoded response, special tokens left out."""
+    answer: str
+    prompt: str
+    """What the user wrote (the last message), without the chat template."""
+    finished: bool
+    """The policy ended it; False when it was cut off or aborted."""
+    end_reason: str
+    """`eos`, `stop`, `max_tokens`, …: an `EndReason` in lower case."""
+    token_ids: tuple[int, ...] = ()
+    prompt_id: str = ""
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardParts:
+    """A scorer's answer: its score, and a word on why where that helps."""
+
+    total: float
+    detail: str = ""
+
+
+Scorer = Callable[[Response], RewardParts | float]
+
+
+class ScorerError(ValueError):
+    """A scorer that cannot be used as the recipe says; one line."""
+
+
+def load_scorer(name: str, options: Mapping[str, Any]) -> tuple[Scorer, str]:
+    """The scorer called `name` with its options, and the name of the module it lives in.
+
+    Raises `ScorerError` when it does not exist or does not take these options.
+    """
+    if name in BUILT_IN:
+        module = importlib.import_module(BUILT_IN[name])
+        _check_options(name, module.make, (), options)
+        try:
+            return module.make(**options), module.__name__
+        except ValueError as error:
+            raise ScorerError(f"reward.scorers: {name}: {error}") from error
+    path, colon, attribute = name.partition(":")
+    if not colon or not path or not attribute:
+        raise ScorerError(
+            f"reward.scorers: {name!r} is no scorer; give one of {', '.join(BUILT_IN)}, or your "
+            "function as import.path:function"
+        )
+    try:
+        function = getattr(importlib.import_module(path), attribute)
+    except Exception as error:  # foreign code may fail in any way while it is imported
+        raise ScorerError(
+            f"reward.scorers: cannot import {name}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        raise ScorerError(f"reward.scorers: {name} is a {type(function).__name__}, not a function")
+    _check_options(name, function, (None,), options)
+    return partial(function, **options), path
+
+
+def component_name(name: str) -> str:
+    """Name of a scorer's component in records and metrics."""
+    return name.rpartition(":")[2]
+
+
+def parts_of(value: Any) -> RewardParts:
+    """Raises `TypeError` or `ValueError` for an answer that is no finite number."""
+    parts = value if isinstance(value, RewardParts) else RewardParts(value)
+    if not isinstance(parts.total, numbers.Real):
+        raise TypeError(f"returned {parts.total!r}, not a number")
+    if not math.isfinite(parts.total):
+        raise ValueError(f"returned {float(parts.total)}, not a finite number")
+    return RewardParts(float(parts.total), str(parts.detail))
+
+
+def _check_options(
+    name: str, function: Callable, positional: tuple, options: Mapping[str, Any]
+) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*positional, **options)
+    except TypeError as error:
+        known = list(signature.parameters)[len(positional) :]
+        raise ScorerError(
+            f"reward.scorers: {name}: {error}; its options are {', '.join(known) or 'none'}"
+        ) from error

@@ -1,0 +1,351 @@
+"""The rollout generator: SGLang inside the rank, one policy version at a time.
+
+A replica is a block of `rollout.tp` ranks. Its ranks call every method in step, with the same
+requests, and get the same samples.
+
+The life of a version::
+
+    generator.deactivate()                     # before the first weight is written
+    ... write generator.named_parameters() in place, verify ...
+    generator.activate(version)                # flushes the prefix cache, then admits the version
+    samples = generator.generate(requests, sampling, version)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.contracts.mesh import Mesh
+from megarl.contracts.samples import END_OF_REASON, EndReason, Sample, SamplingContract
+from megarl.contracts.version import PolicyVersion
+from megarl.rollout import scheduler as engine
+from megarl.rollout.requests import Request, assign_replicas, request_seed
+
+__all__ = [
+    "Generator",
+    "LostGeneration",
+    "NotFlushed",
+    "Request",
+    "WrongVersion",
+    "assign_replicas",
+    "request_seed",
+]
+
+Parameters = dict[str, torch.Tensor]
+
+
+class WrongVersion(RuntimeError):
+    """Generation was asked for weights that the generator does not hold."""
+
+
+class NotFlushed(RuntimeError):
+    """The prefix cache could not be flushed: it may hold keys and values of other weights."""
+
+
+class LostGeneration(RuntimeError):
+    """A response did not come back, also after its retries."""
+
+
+class Generator:
+    """One replica's share of SGLang on this rank.
+
+    `active` is the policy version the weights and the prefix cache belong to, or None. It is None
+    after construction: whoever vouches for the loaded weights activates a version.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        rank: int,
+        section: Any,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """Load `folder` (an HF checkpoint) and allocate the key-value cache. Collective.
+
+        `section` is the recipe's rollout section: tp, dtype, attention_backend,
+        max_total_tokens, max_running_requests, chunked_prefill_tokens, retries. The default
+        process group must exist and have `mesh.world` ranks. No random generator of this process
+        changes. Raises `ValueError` when the sizes asked for cannot be had.
+        """
+        self.active: PolicyVersion | None = None
+        self.replica = mesh.replica(rank)
+        self._section = section
+        self._device = device
+        self._closed = False
+        with engine.preserved_rng(device):
+            self._scheduler = engine.build_scheduler(
+                Path(folder), mesh.rollout_tp, section, seed, device
+            )
+        config = self._scheduler.model_config
+        self.eos_ids = frozenset(config.hf_eos_token_id or ())
+        """What the checkpoint calls end of sequence."""
+        # Only the sampling contract says where a response stops.
+        config.hf_eos_token_id = None
+        self._model = self._scheduler.tp_worker.model_runner.model
+        self._check_sizes(Path(folder), mesh.rollout_tp)
+
+    def _check_sizes(self, folder: Path, tp: int) -> None:
+        section, scheduler = self._section, self._scheduler
+        problem = None
+        written = json.loads((folder / "config.json").read_text())
+        built = scheduler.model_config.hf_config
+        padded = [
+            f"{key} {written[key]} to {getattr(built, key)}"
+            for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+            if key in written and written[key] != getattr(built, key)
+        ]
+        if padded:
+            problem = (
+                f"{folder}: SGLang pads {', '.join(padded)} at rollout.tp={tp} on this device, "
+                "which no checkpoint fills; choose a rollout.tp that divides them, by 32 columns "
+                "or more of intermediate_size a rank"
+            )
+        elif scheduler.max_total_num_tokens != section.max_total_tokens:
+            problem = (
+                f"rollout.max_total_tokens={section.max_total_tokens} does not fit: there is "
+                f"memory for {scheduler.max_total_num_tokens}; lower it or free memory"
+            )
+        elif scheduler.max_running_requests != section.max_running_requests:
+            problem = (
+                f"rollout.max_running_requests={section.max_running_requests} became "
+                f"{scheduler.max_running_requests} for {section.max_total_tokens} tokens of cache; "
+                "lower it or raise rollout.max_total_tokens"
+            )
+        if problem is not None:
+            self.close()
+            raise ValueError(problem)
+
+    # --- Weights and versions -----------------------------------------------------------------
+
+    def named_parameters(self) -> Parameters:
+        """SGLang's live parameters on this rank, by its own names, for writing in place.
+
+        Fused and sharded as SGLang holds them (`qkv_proj`, `gate_up_proj`). Tied models have no
+        `lm_head.weight`. Call `deactivate` before the first write.
+        """
+        return dict(self._model.named_parameters())
+
+    def padding(self) -> dict[str, tuple[int, int]]:
+        """Local rows [first, last) of each parameter that hold no element of the checkpoint.
+
+        SGLang pads the vocabulary; these rows are never sampled from, whatever they hold.
+        """
+        rows: dict[str, tuple[int, int]] = {}
+        for name, module in self._model.named_modules():
+            shard = getattr(module, "shard_indices", None)
+            if shard is not None and shard.num_org_vocab_padding:
+                rows[f"{name}.weight"] = (shard.num_org_elements, shard.num_org_elements_padded)
+        return rows
+
+    def deactivate(self) -> None:
+        """Declare the weights unknown; `generate` refuses until the next `activate`."""
+        self.active = None
+
+    def flush(self) -> None:
+        """Empty the prefix cache. Raises `NotFlushed` unless it is certain to be empty."""
+        if not self._scheduler.flush_cache(empty_cache=False):
+            self.active = None
+            raise NotFlushed(
+                f"replica {self.replica}: SGLang would not flush its prefix cache because requests "
+                "are pending; the run must stop, stale keys and values would be reused"
+            )
+
+    def activate(self, version: PolicyVersion) -> None:
+        """Flush, then admit `version`: the weights as they now lie are said to be its.
+
+        Raises `NotFlushed`; no version is active then.
+        """
+        self.active = None
+        self.flush()
+        self.active = version
+
+    # --- Generation ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingContract,
+        version: PolicyVersion,
+        on_completion: Callable[[Sample], None] | None = None,
+    ) -> list[Sample]:
+        """Responses to this replica's `requests`, in their order.
+
+        `on_completion` is called on every rank of the replica with each sample when it is
+        finished, in order of completion, while others are still generated. A response that
+        SGLang aborts or does not return is generated again with its seed, `rollout.retries`
+        times. Ids, log-probs and ends are the engine's; nothing is added or cut.
+
+        Raises `WrongVersion` unless `version` is active, `ValueError` for requests or sampling
+        that cannot be served as asked, `LostGeneration` past the retries, `FloatingPointError`
+        when a log-prob is not a number.
+        """
+        if self.active != version:
+            raise WrongVersion(
+                f"replica {self.replica} holds {self.active or 'no version'}, not {version}; "
+                "publish the actor's weights first"
+            )
+        self._check_requests(requests, sampling)
+        collected = _Collected(requests, sampling, self.eos_ids, on_completion)
+        with engine.preserved_rng(self._device):
+            for _ in range(1 + self._section.retries):
+                # One canonical order on all ranks of the replica: they must step together.
+                missing = collected.missing()
+                if not missing:
+                    break
+                collected.started = time.time()
+                self._scheduler.drive(
+                    [self._engine_request(row, requests[row], sampling) for row in missing],
+                    collected.accept,
+                )
+        collected.raise_if_lost(1 + self._section.retries)
+        return collected.samples()
+
+    def _check_requests(self, requests: Sequence[Request], sampling: SamplingContract) -> None:
+        # Greedy differs from what can be trained on by its temperature alone.
+        replace(sampling, temperature=sampling.temperature or 1.0).check_trainable()
+        limit = self._scheduler.max_req_len - 1 - sampling.max_response_tokens
+        vocabulary = self._scheduler.model_config.vocab_size
+        for request in requests:
+            name = _named(request)
+            if not request.prompt_ids:
+                raise ValueError(f"{name}: empty prompt")
+            # SGLang would shorten the response, or the prompt, without saying so.
+            if len(request.prompt_ids) > min(limit, self._scheduler.max_req_input_len - 1):
+                raise ValueError(
+                    f"{name}: {len(request.prompt_ids)} prompt tokens and "
+                    f"{sampling.max_response_tokens} response tokens exceed the "
+                    f"{self._scheduler.max_req_len - 1} tokens that a request may have; raise "
+                    "rollout.max_total_tokens or use a model with more positions"
+                )
+            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+                raise ValueError(f"{name}: prompt ids outside the vocabulary of {vocabulary}")
+
+    def _engine_request(self, row: int, request: Request, sampling: SamplingContract) -> Any:
+        parameters = engine.SamplingParams(
+            max_new_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=set(sampling.stop_token_ids),
+            sampling_seed=request.seed,
+        )
+        parameters.normalize(None)
+        return engine.engine_request(str(row), request.prompt_ids, parameters)
+
+    # --- Residence and end --------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Give the device to training: no version is active and the cache is flushed.
+
+        Memory stays allocated. SGLang releases it only through its CUDA memory saver, which is
+        not switched on; on CPU there is none.
+        """
+        self.deactivate()
+        self.flush()
+
+    def wake(self) -> None:
+        """The counterpart of `sleep`; nothing was released, so nothing is to be restored."""
+
+    def close(self) -> None:
+        """Destroy SGLang's process groups and state; the default process group stays.
+
+        Afterwards another generator can be built in this process. Idempotent.
+        """
+        if not self._closed:
+            self._closed = True
+            self.active = None
+            self._model = self._scheduler = None
+            engine.destroy_scheduler()
+
+
+class _Collected:
+    """Samples of one `generate`, by row of its requests."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingContract,
+        eos_ids: frozenset[int],
+        on_completion: Callable[[Sample], None] | None,
+    ) -> None:
+        self.requests = requests
+        self.started = 0.0
+        self._sampling = sampling
+        self._eos_ids = eos_ids
+        self._on_completion = on_completion
+        self._samples: dict[int, Sample] = {}
+        self._reasons: dict[int, str] = {}
+
+    def missing(self) -> list[int]:
+        return [row for row in range(len(self.requests)) if row not in self._samples]
+
+    def samples(self) -> list[Sample]:
+        return [self._samples[row] for row in range(len(self.requests))]
+
+    def accept(self, finished: engine.Req) -> None:
+        """Take a finished request from SGLang."""
+        row = int(finished.rid)
+        request = self.requests[row]
+        reason, told = end_reason(finished.finished_reason.to_json(), self._eos_ids)
+        if reason is EndReason.ABORT:
+            self._reasons[row] = told
+            return
+        ids = np.array(finished.output_ids_through_stop, dtype=np.int32)
+        log_probs = np.array(finished.logprob.output_token_logprobs_val, dtype=np.float32)
+        if not np.isfinite(log_probs).all():
+            raise FloatingPointError(f"{_named(request)}: the generator's log-probs have no value")
+        if len(ids) != len(log_probs) or not len(ids):
+            self._reasons[row] = f"{len(ids)} ids came with {len(log_probs)} log-probs"
+            return
+        sample = Sample(
+            draw_index=request.draw_index,
+            candidate=request.candidate,
+            prompt_ids=np.array(request.prompt_ids, dtype=np.int32),
+            response_ids=ids,
+            action_mask=np.ones(len(ids), dtype=np.bool_),
+            rollout_log_probs=log_probs,
+            end=END_OF_REASON[reason],
+            end_reason=reason,
+            seed=request.seed,
+            started=self.started,
+            finished=time.time(),
+        )
+        self._samples[row] = sample
+        if self._on_completion is not None:
+            self._on_completion(sample)
+
+    def raise_if_lost(self, attempts: int) -> None:
+        lost = [
+            f"{_named(self.requests[row])} ({self._reasons.get(row, 'SGLang returned nothing')})"
+            for row in self.missing()
+        ]
+        if lost:
+            raise LostGeneration(f"lost after {attempts} attempts: {'; '.join(lost)}")
+
+
+def end_reason(finish: Mapping[str, Any], eos_ids: frozenset[int]) -> tuple[EndReason, str]:
+    """SGLang's finish reason (its JSON form) as an `EndReason`, and its words.
+
+    Raises `ValueError` for an end that this generator never asks for.
+    """
+    kind = finish["type"]
+    if kind == "length":
+        return EndReason.MAX_TOKENS, "length"
+    if kind == "abort":
+        return EndReason.ABORT, str(finish["message"])
+    matched = finish.get("matched")
+    if kind == "stop" and isinstance(matched, int):
+        return (EndReason.EOS if matched in eos_ids else EndReason.STOP), f"token {matched}"
+    raise ValueError(f"SGLang ended a response in an unknown way: {dict(finish)}")
+
+
+def _named(request: Request) -> str:
+    return f"draw {request.draw_index} candidate {request.candidate}"

@@ -1,0 +1,95 @@
+"""The hybrid engine: one process trains, then generates, and proves each hand-over.
+
+    training() ⇄ generating(version) ⇄ scoring()
+
+`generating` is the only way to the generator. It takes the actor's committed weights through
+EXPORTING → ROLLOUT_LOADING → ROLLOUT_READY: reshard in place, read the generator's own parameters
+back, compare their digests with the version's manifest, flush the KV cache, activate; in that
+order. All ranks vote before the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megarl.contracts.states import Journal, State
+from megarl.contracts.version import PolicyVersion, WeightManifest
+from megarl.observe.timeline import Stopwatch
+from megarl.reshard.transfer import Resharder, TransferStats
+from megarl.rollout.generator import Generator
+from megarl.world import World
+
+
+@dataclass
+class HybridEngine:
+    """Owns the hand-over between the actor's shards and the generator's parameters."""
+
+    world: World
+    journal: Journal
+    generator: Generator
+    resharder: Resharder
+    stopwatch: Stopwatch
+    transferred: TransferStats | None = field(default=None, init=False)
+    """What the last hand-over moved."""
+    _stage: str = field(default="training", init=False)
+
+    @contextmanager
+    def generating(
+        self, iteration: int, version: PolicyVersion, manifest: WeightManifest
+    ) -> Iterator[Generator]:
+        """The generator, holding exactly `version`, whose weights `manifest` lists.
+
+        Raises what `Resharder.verify` raises when a copy differs, `Disagreement` when ranks do.
+        """
+        if manifest.hash != version.weight_manifest_hash:
+            raise RuntimeError(f"the manifest given is not that of {version}")
+        with self._in("generating"):
+            with self.stopwatch("reshard"):
+                self._publish(iteration, version, manifest)
+            yield self.generator
+            self.generator.sleep()
+
+    def _publish(self, iteration: int, version: PolicyVersion, manifest: WeightManifest) -> None:
+        self.journal.enter(State.EXPORTING, iteration, version)
+        self.generator.deactivate()
+        self.generator.wake()
+        self.transferred = self.resharder.transfer()
+        self.journal.enter(
+            State.ROLLOUT_LOADING, iteration, version, bytes_sent=self.transferred.bytes_sent
+        )
+        with self.stopwatch("verify"):
+            self.resharder.verify(manifest)
+        self.generator.activate(version)
+        self.world.vote(
+            State.ROLLOUT_READY, {"version": version.id, "active": self.generator.active == version}
+        )
+        self.journal.enter(
+            State.ROLLOUT_READY,
+            iteration,
+            version,
+            weight_manifest_hash=manifest.hash,
+            verified=True,
+        )
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Forwards without updates: log-probs of the actor and the reference, values."""
+        with self._in("scoring"):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Updates. The generator's weights are stale from the first step on: it is deactivated."""
+        with self._in("training"):
+            self.generator.deactivate()
+            yield
+
+    @contextmanager
+    def _in(self, stage: str) -> Iterator[None]:
+        before, self._stage = self._stage, stage
+        if before not in ("training", stage):
+            raise RuntimeError(f"{stage}() inside {before}(): one stage at a time")
+        yield
+        self._stage = "training"

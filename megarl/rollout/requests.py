@@ -1,0 +1,64 @@
+"""What is asked of the generator, with which seed, and on which replica. Pure.
+
+Seeds and assignment are the same on every rank, and a sample is a function of weights, prompt
+and seed alone, so results do not depend on replicas, batches or order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to generate: candidate `candidate` of the prompt drawn as `draw_index`."""
+
+    draw_index: int
+    candidate: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+    """In [0, 2^63), from `request_seed`."""
+
+
+def request_seed(run_seed: int, iteration: int, prompt_id: str, candidate: int) -> int:
+    """63 bits of sha256 over the four: the seed of one sample, unrelated to its neighbours'."""
+    text = f"{run_seed}\x1f{iteration}\x1f{prompt_id}\x1f{candidate}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def assign_replicas(
+    requests: Sequence[Request], replicas: int, max_response_tokens: int
+) -> list[list[int]]:
+    """Row numbers of `requests` per replica, each list rising; every row exactly once.
+
+    Longest processing time first over expected tokens (prompt + `max_response_tokens`), by prompt
+    group: a group goes whole to the least loaded replica, which then reuses its prefix, when
+    that keeps the replica within an even share; else it is spread request by request. Replicas
+    get no request only when there are fewer requests than replicas. Pure: ties break by row.
+    """
+    if replicas < 1:
+        raise ValueError(f"cannot assign requests to {replicas} replicas")
+    groups: dict[int, list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(request.draw_index, []).append(row)
+    cost = [len(request.prompt_ids) + max_response_tokens for request in requests]
+    share = sum(cost) / replicas
+    loads = [0] * replicas
+    assigned: list[list[int]] = [[] for _ in range(replicas)]
+
+    def place(rows: Sequence[int]) -> None:
+        replica = min(range(replicas), key=loads.__getitem__)
+        assigned[replica] += rows
+        loads[replica] += sum(cost[row] for row in rows)
+
+    spread: list[int] = []
+    for rows in sorted(groups.values(), key=lambda rows: (-sum(cost[r] for r in rows), rows[0])):
+        if min(loads) + sum(cost[row] for row in rows) <= share:
+            place(rows)
+        else:
+            spread += rows
+    for row in sorted(spread, key=lambda row: (-cost[row], row)):
+        place([row])
+    return [sorted(rows) for rows in assigned]

@@ -1,0 +1,214 @@
+"""SGLang's own Scheduler, driven inside this rank: requests in, finished requests out.
+
+No sockets, no second process, no tokenizer. Every rank of a tensor-parallel block must submit the
+same requests in the same order; each then finishes them at the same step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.platforms import prepare_sglang
+
+prepare_sglang()  # before the first import of sglang
+
+from sglang.srt.distributed import parallel_state  # noqa: E402
+from sglang.srt.managers import scheduler as scheduling  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.managers.scheduler_components.ipc_channels import (  # noqa: E402
+    SchedulerIpcChannels,
+)
+from sglang.srt.managers.scheduler_components.output_streamer import (  # noqa: E402
+    SchedulerOutputStreamer,
+)
+from sglang.srt.model_loader import weight_utils  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
+
+from megarl.platforms import cpu, sglang_patches  # noqa: E402
+
+
+class Outbox:
+    """Takes the place of SGLang's outgoing sockets: hands finished requests to `on_finished`."""
+
+    def __init__(self) -> None:
+        self.on_finished: Callable[[Req], None] | None = None
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        """`AbortReq` answers are dropped: the driver finds what is missing by itself."""
+        if isinstance(output, Req) and self.on_finished is not None:
+            self.on_finished(output)
+
+
+class FinishedRequests(SchedulerOutputStreamer):
+    """Replaces SGLang's streaming payloads by the finished request itself."""
+
+    def stream_output(
+        self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None
+    ) -> None:
+        for request in reqs:
+            if request is not skip_req and request.finished() and not request.finished_output:
+                request.finished_output = True
+                self.send_to_detokenizer.send_output(request)
+
+
+class InProcessScheduler(scheduling.Scheduler):
+    """A `Scheduler` whose event loop runs until what `drive` was given is done."""
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        """Replaces the ZeroMQ sockets (25 to 40 file descriptors and a thread per engine)."""
+        self.outbox = Outbox()
+        self.ipc_channels = SchedulerIpcChannels(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=self.outbox,
+            send_to_detokenizer=self.outbox,
+            send_metrics_from_scheduler=None,
+        )
+        self.load_snapshot_writer = None
+        self.recv_from_tokenizer = None
+
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        return FinishedRequests
+
+    def ingest_requests(self) -> list:
+        """Replaces polling the sockets: takes the inbox, and leaves the loop when idle."""
+        requests, self.inbox = self.inbox, []
+        if requests:
+            self.process_input_requests(requests)
+        elif self.is_fully_idle():
+            self.gracefully_exit = True
+        return requests
+
+    def drive(
+        self, requests: Sequence[TokenizedGenerateReqInput], on_finished: Callable[[Req], None]
+    ) -> None:
+        """Run `requests` to their ends through SGLang's own event loop.
+
+        `on_finished` is called with each finished request at the step that finished it.
+        """
+        self.inbox, self.gracefully_exit = list(requests), False
+        self.outbox.on_finished = on_finished
+        try:
+            with torch.no_grad(), self.device_module.StreamContext(self.schedule_stream):
+                scheduling.dispatch_event_loop(self)
+        finally:
+            self.outbox.on_finished = None
+
+    def abort(self, name: str) -> None:
+        """Abort the running request of that name; it ends with what it has."""
+        self.abort_request(AbortReq(rid=name))
+
+
+def build_scheduler(
+    folder: Path, tp: int, section: Any, seed: int, device: torch.device
+) -> InProcessScheduler:
+    """A scheduler on this rank's block of `tp` ranks of the default process group.
+
+    Collective over the whole world. `section` is the recipe's rollout section; all sizes come
+    from it, none from free memory, so that batches and bits do not vary between machines.
+    """
+    sglang_patches.install()
+    if device.type == "cpu":
+        cpu.pin_threads(tp)
+    automatic = {"cpu": sglang_patches.CPU_ATTENTION_BACKEND}.get(device.type)
+    backend = automatic if section.attention_backend == "auto" else section.attention_backend
+    arguments = ServerArgs(
+        model_path=str(folder),
+        tp_size=tp,
+        device=device.type,
+        dtype=section.dtype,
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        sampling_backend=sglang_patches.SAMPLING_BACKEND,
+        max_total_tokens=section.max_total_tokens,
+        max_running_requests=section.max_running_requests,
+        chunked_prefill_size=section.chunked_prefill_tokens,
+        # Its profile of free memory must not be what limits the pool; see the check below.
+        mem_fraction_static=0.5 if device.type == "cpu" else None,
+        disable_overlap_schedule=True,
+        random_seed=seed % 2**31,
+        log_level="error",
+    )
+    local = int(os.environ.get("LOCAL_RANK", "0")) if device.type == "cuda" else None
+    rank = dist.get_rank() % tp
+    placement = SpawnRanks(world_rank=rank, gpu_id=rank if local is None else local)
+    publish(arguments, role="scheduler", ranks=placement)
+    with sglang_patches.replica_of_world(tp), _no_progress_bars():
+        scheduler = InProcessScheduler(arguments, PortArgs.init_new(arguments))
+    if device.type == "cpu":
+        # As `Scheduler.run_event_loop` does, which is not entered here.
+        scheduler.schedule_stream.synchronize = lambda: None
+    scheduler._war_barrier_enabled = device.type == "cuda"
+    scheduler.metrics_reporter.start_scheduler_time_accounting()
+    return scheduler
+
+
+def destroy_scheduler() -> None:
+    """Give back SGLang's process groups and global state; the default group stays."""
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    reset_context()
+
+
+def engine_request(
+    name: str, prompt_ids: Sequence[int], parameters: SamplingParams
+) -> TokenizedGenerateReqInput:
+    """One request with log-probs of its output tokens. `parameters` belongs to it alone."""
+    return TokenizedGenerateReqInput(
+        rid=name,
+        input_text=None,
+        input_ids=array("q", prompt_ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=parameters,
+        return_logprob=True,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Leave python's, numpy's and torch's generators as they were: they are the trainer's.
+
+    SGLang seeds all of them when it is built.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """SGLang draws a bar per weight file on standard error, whatever its log level."""
+    bars = weight_utils.tqdm
+    weight_utils.tqdm = weight_utils.DisabledTqdm
+    try:
+        yield
+    finally:
+        weight_utils.tqdm = bars

@@ -1,0 +1,146 @@
+"""Whole runs under torchrun: megatron-core actor, SGLang in the same ranks, on a tiny random model.
+
+Not covered here: the quickstart's own accuracy (`make demo`), more than two ranks, GPUs, Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megarl.contracts.hashes import contract_hash
+from tests.launch.runs import Finished, launch, make_model, read_lines, settings
+
+pytestmark = pytest.mark.launch
+
+# No answer of a random model is right: a share of digits is a reward that varies and can rise.
+SCORERS = "[{name: 'tests.launch.scorers:digit_share'}, {name: exact_match, weight: 0.0}]"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Actor TP2, two TP1 replicas, three iterations: the quickstart's layout."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = launch("tp2", settings(data, runs, **{"reward.scorers": SCORERS}), runs)
+    assert done.code == 0, done.output + done.logs()
+    return done
+
+
+def _plain(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def test_every_row_has_what_people_plot(run: Finished) -> None:
+    rows = run.rows
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    wanted = {"reward/mean", "parity/logprob_gap_max", "time/iteration", "time/generate"}
+    assert all(wanted <= row.keys() for row in rows)
+    assert {"eval/accuracy", "eval/accuracy_sampled"} <= rows[0].keys()
+    assert rows[0]["eval/optimizer_step"] == 0
+    assert rows[-1]["eval/optimizer_step"] == rows[-1]["eval/final/optimizer_step"] == 6
+    assert (run.folder / "report.html").exists()
+    assert list((run.folder / "tensorboard").iterdir())
+
+
+def test_trainer_and_generator_agree_at_every_iteration(run: Finished) -> None:
+    for row in run.rows:
+        assert 0 < row["parity/logprob_gap_max"] <= 1e-4
+        assert row["policy/first_log_ratio_abs_max"] == 0.0
+        assert row["update/steps"] == 2
+
+
+def test_the_journal_is_one_legal_walk(run: Finished) -> None:
+    lines = read_lines(run.folder / "journal.jsonl")
+    cycle = ["EXPORTING", "ROLLOUT_LOADING", "ROLLOUT_READY", "GENERATING", "PREPARING"]
+    cycle += ["EXPERIENCE_SEALED", "UPDATING_FROM", "ACTOR_COMMITTED"]
+    final = ["EXPORTING", "ROLLOUT_LOADING", "ROLLOUT_READY", "ACTOR_COMMITTED"]
+    assert [line["state"] for line in lines] == ["ACTOR_COMMITTED"] + cycle * 3 + final
+    committed = [line for line in lines if line["state"] == "ACTOR_COMMITTED"]
+    assert [line["optimizer_step"] for line in committed] == [0, 2, 4, 6, 6]
+    ready = [line for line in lines if line["state"] == "ROLLOUT_READY"]
+    assert [line["version"] for line in ready] == [line["version"] for line in committed[:-1]]
+    assert len({line["version"] for line in ready}) == 4
+
+
+def test_the_ledger_closes_every_iteration(run: Finished) -> None:
+    for line in read_lines(run.folder / "ledger.jsonl"):
+        out = sum(line["dropped"].values()) + sum(line["refused"].values())
+        assert line["sampled"] == 32 == line["trained"] + out
+
+
+def test_the_export_is_the_last_committed_version_and_transformers_loads_it(
+    run: Finished, data: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "hf")
+    before = AutoModelForCausalLM.from_pretrained(data / "model")
+    moved = [
+        not torch.equal(a, b)
+        for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    assert all(moved)
+    finished = json.loads((run.folder / "finished.json").read_text())
+    assert _manifest_hash(run.folder / "hf") == finished["weight_manifest_hash"]
+
+
+def _manifest_hash(folder: Path) -> str:
+    """The weight manifest of a folder, from the digest's definition in plain integers."""
+    from tests.reshard.oracle import digest_of
+
+    entries = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+                tensor = tensors.get_tensor(name)
+                entries.append(
+                    {
+                        "name": name,
+                        "shape": list(tensor.shape),
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "digest": digest_of(name, tensor),
+                    }
+                )
+    return contract_hash(sorted(entries, key=lambda entry: entry["name"]))
+
+
+def test_the_same_seed_gives_the_same_metrics(run: Finished, data: Path, tmp_path: Path) -> None:
+    again = launch("again", settings(data, tmp_path, **{"reward.scorers": SCORERS}), tmp_path)
+    assert again.code == 0, again.output + again.logs()
+    assert _plain(again.rows) == _plain(run.rows)
+
+
+def test_another_layout_samples_the_same_tokens(run: Finished, data: Path, tmp_path: Path) -> None:
+    layout = {"actor.tp": 1, "rollout.tp": 2, "reward.scorers": SCORERS}
+    other = launch("dp2", settings(data, tmp_path, **layout), tmp_path)
+    assert other.code == 0, other.output + other.logs()
+    first, theirs = run.rows[0], other.rows[0]
+    for key in ("reward/mean", "response/tokens", "groups/samples_trained", "eval/accuracy"):
+        assert theirs[key] == first[key], key
+    for key in ("policy/entropy", "update/grad_norm", "update/loss"):
+        assert theirs[key] == pytest.approx(first[key], rel=1e-4, abs=1e-7), key
+    assert other.rows[-1]["reward/mean"] == pytest.approx(run.rows[-1]["reward/mean"], abs=0.02)
+
+
+def test_reward_rises(data: Path, tmp_path: Path) -> None:
+    """From random weights the share of digits in a response can only rise by learning."""
+    overrides = {
+        "reward.scorers": SCORERS,
+        "run.iterations": 15,
+        "rollout.prompts_per_iteration": 16,
+        "actor.lr": 2e-3,
+        "data.eval": "null",
+    }
+    learned = launch("learn", settings(data, tmp_path, **overrides), tmp_path)
+    assert learned.code == 0, learned.output + learned.logs()
+    rewards = [row["reward/mean"] for row in learned.rows]
+    assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3, rewards

@@ -1,0 +1,193 @@
+"""Random HF models, samples and recipe sections for the tests of `megarl/models`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.contracts.mesh import Mesh
+from megarl.contracts.samples import EndReason, Sample, Samples
+from megarl.data.packing import MicroBatch, Pack, build_pack, plan_packs
+from megarl.world import World
+
+VOCAB = 307  # no multiple of 128, so that padding rows matter
+
+
+def write_hf_model(folder: Path, family: str = "qwen2", *, tied: bool = False, **numbers: Any):
+    """A random HF model with nothing at its default, saved to `folder`; every weight is random,
+    biases and norms too, and large enough for log-probs far from uniform.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,  # not hidden / heads
+        "rms_norm_eps": 3e-4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77_000.0},
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+    } | numbers
+    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+    config_class, model_class = kinds[family]
+    torch.manual_seed(11)
+    model = model_class(config_class(**shape)).float()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                param.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                param.normal_(std=0.3)
+            else:
+                param.normal_(std=0.15)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def make_samples(
+    seed: int, rows: int, prompt: tuple[int, int] = (2, 9), response: tuple[int, int] = (1, 12)
+) -> Samples:
+    """Random samples with lengths in the given half-open ranges."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for row in range(rows):
+        length = int(draw.integers(*response))
+        made.append(
+            Sample(
+                draw_index=row,
+                candidate=0,
+                prompt_ids=draw.integers(0, VOCAB, draw.integers(*prompt)),
+                response_ids=draw.integers(0, VOCAB, length),
+                action_mask=np.ones(length, bool),
+                rollout_log_probs=-draw.random(length).astype(np.float32),
+                end=0,
+                end_reason=EndReason.EOS,
+                seed=row,
+                started=0.0,
+                finished=1.0,
+            )
+        )
+    return Samples.from_rows(made, "test")
+
+
+def local_packs(samples: Samples, mesh: Mesh, rank: int, budget: int) -> list[Pack]:
+    lengths = samples.prompt_lengths + samples.response_lengths
+    plan = plan_packs(lengths, mesh.dp, budget)
+    return [build_pack(samples, rows) for rows in plan[mesh.dp_index(rank)]]
+
+
+def micro_batch(pack: Pack, samples: Samples, scale: float = 1.0) -> MicroBatch:
+    """Advantages vary with the token; Σ weights over all samples is `scale`."""
+    place = torch.from_numpy(np.asarray(pack.response_A)).float()
+    return MicroBatch(
+        pack=pack,
+        old_log_probs_A=torch.zeros(len(place)),
+        ref_log_probs_A=None,
+        rollout_log_probs_A=torch.zeros(len(place)),
+        advantages_A=torch.sin(place),
+        weights_A=torch.full((len(place),), scale / len(samples.response_ids)),
+    )
+
+
+def policy_gradient(scores: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict]:
+    """−Σ w A log π − 0.01 Σ w H: uses both outputs, linear in them."""
+    pg = -(batch.weights_A * batch.advantages_A * scores.log_probs_A).sum()
+    bonus = (batch.weights_A * scores.entropy_A).sum()
+    return pg - 0.01 * bonus, {"pg": pg, "entropy": bonus}
+
+
+def make_world(tp: int, timeout: float = 60.0) -> World:
+    return World(Mesh(dist.get_world_size(), tp=tp), torch.device("cpu"), timeout)
+
+
+def actor_section(**changes: Any) -> SimpleNamespace:
+    values = {
+        "lr": 1e-3,
+        "lr_schedule": "constant",
+        "lr_warmup_steps": 0,
+        "min_lr": 0.0,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "clip_grad": 1.0,
+        "distributed_optimizer": True,
+        "logprob_chunk_tokens": 16,
+        "max_skipped_steps": 3,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def make_actor(folder: Path, world: World, *, dtype="float32", temperature=0.8, **section: Any):
+    from megarl.models.roles import Actor
+    from megarl.reshard.families import read_spec
+
+    return Actor(
+        read_spec(folder),
+        folder,
+        world,
+        SimpleNamespace(dtype=dtype),
+        actor_section(**section),
+        temperature,
+        total_steps=10,
+    )
+
+
+def full_gradients(actor: Any) -> dict[str, torch.Tensor]:
+    """HF-named gradients before clipping, whole, float64, gathered from all ranks.
+
+    Read from DDP's buffers inside a step; needs `distributed_optimizer` off (every data-parallel
+    rank then holds the reduced gradients).
+    """
+    grads = {name: param.main_grad for name, param in actor.model.named_parameters()}
+    return gather_logical(actor, grads)
+
+
+def gather_logical(actor: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole HF-named tensors from tensors shaped like this rank's parameters. Collective."""
+    from megarl.reshard.layout import megatron_placement
+
+    world = actor.world
+    placement = megatron_placement(actor.spec, world.mesh)
+    everyone = world.gather({name: t.detach().clone() for name, t in tensors.items()})
+    whole = {
+        name: torch.full((tensor.rows, tensor.cols), float("nan"), dtype=torch.float64)
+        for name, tensor in placement.tensors.items()
+    }
+    for rank, parts in enumerate(everyone):
+        for piece in placement.pieces[rank]:
+            part = parts[piece.param]
+            matrix = part[:, None] if part.dim() == 1 else part
+            rows = slice(piece.param_row, piece.param_row + piece.rows)
+            block = matrix[rows, piece.param_col : piece.param_col + piece.cols]
+            target = whole[piece.tensor][piece.row : piece.row + piece.rows]
+            target[:, piece.col : piece.col + piece.cols] = block.double()
+    return whole
+
+
+def hf_scores(
+    model: Any, samples: Samples, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropies) [R] of the response tokens, one HF forward per sample."""
+    log_probs, entropies = [], []
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
+        logits = model(ids[None]).logits[0].float() / temperature
+        log_p = logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        target = torch.from_numpy(np.array(sample.response_ids)).long()
+        log_probs.append(log_p.gather(1, target[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def replaced(batch: MicroBatch, **changes: Any) -> MicroBatch:
+    return dataclasses.replace(batch, **changes)

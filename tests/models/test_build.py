@@ -1,0 +1,77 @@
+"""Megatron's model against HF's on the same checkpoint, TP 1 and 2, nothing at its default.
+
+Not covered: pipeline stages (refused), more than two ranks, GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.contracts.mesh import Mesh
+from tests.models.runs import several
+from tests.models.support import hf_scores, make_samples, make_world, write_hf_model
+
+FAMILIES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[tuple[str, bool], tuple]:
+    made = {}
+    for family, tied in FAMILIES:
+        folder = tmp_path_factory.mktemp(f"{family}{tied}")
+        model = write_hf_model(folder, family, tied=tied)
+        with torch.no_grad():
+            made[family, tied] = (folder, *hf_scores(model, make_samples(5, 12), 0.8))
+    return made
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tp", [1, 2])
+def test_scores_are_those_of_transformers(ranks, models, tp: int) -> None:
+    calls = [(folder, tp, 60, {}) for folder, _, _ in models.values()]
+    for told in ranks.run(tp, several, calls):
+        for run, (key, (_, log_probs, entropy)) in zip(told, models.items(), strict=True):
+            assert log_probs.min() < -4, "a model near uniform proves little"
+            assert (run["log_probs"] - log_probs).abs().max() <= 3e-5, key
+            assert (run["entropy"] - entropy).abs().max() <= 3e-5, key
+
+
+def _refusals(folder: Path) -> list[str]:
+    from megarl.models.build import build_model, destroy_mesh, initialize_mesh
+    from megarl.reshard.families import read_spec
+
+    told = []
+    with pytest.raises(ValueError, match="actor.pp=2") as error:
+        initialize_mesh(Mesh(2, tp=1, pp=2))
+    told.append(str(error.value))
+    world = make_world(2)
+    initialize_mesh(world.mesh)
+    initialize_mesh(world.mesh)  # again is harmless
+    with pytest.raises(RuntimeError, match="tp=2"):
+        initialize_mesh(Mesh(2, tp=1))
+    import safetensors.torch as st
+
+    weights = st.load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    if world.rank == 0:
+        st.save_file(weights, folder / "model.safetensors")
+    world.barrier("written")
+    spec = read_spec(folder)
+    device = torch.device("cpu")
+    try:
+        build_model(spec, folder, world.mesh, world.rank, torch.float32, device)
+    except RuntimeError as failure:
+        told.append(str(failure))
+    destroy_mesh()
+    return told
+
+
+@pytest.mark.dist
+def test_what_cannot_be_built_is_refused_by_name(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path)
+    first, second = ranks.run(2, _refusals, tmp_path)
+    assert "decoder.layers.1.mlp.linear_fc1.weight (rank 0)" in first[1]
+    assert len(second) == 1, "rank 1 does not hold the row that is not finite"

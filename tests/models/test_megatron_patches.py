@@ -1,0 +1,95 @@
+"""Each replacement is needed by the pinned megatron-core, and leaves no trace outside its scope.
+
+A test here fails when a new megatron-core makes a replacement unnecessary (then delete it) or
+wants another. Not covered: CUDA machines, where nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.support import (
+    local_packs,
+    make_actor,
+    make_samples,
+    make_world,
+    micro_batch,
+    policy_gradient,
+    write_hf_model,
+)
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced where CUDA is"),
+]
+
+
+def _attempts(folder: Path) -> dict[str, str]:
+    """Build and step once with each replacement left out: the error, or "stepped"."""
+    from megarl.models import build, step
+    from megarl.platforms import megatron_patches as patches
+
+    samples = make_samples(5, 4)
+    world = make_world(1)
+
+    def attempt(**section: Any) -> str:
+        try:
+            actor = make_actor(folder, world, **section)
+            packs = local_packs(samples, world.mesh, world.rank, 200)
+            result = actor.update([micro_batch(p, samples) for p in packs], policy_gradient)
+            assert torch.zeros(1).type() == "torch.FloatTensor"
+            return "stepped" if result.stepped else str(result.skipped_reason)
+        except Exception as error:  # any failure is the answer here
+            return f"{type(error).__name__}: {error}"
+        finally:
+            build.destroy_mesh()
+
+    def without(*names: str) -> Callable:
+        return lambda: patches.cpu_mode(frozenset(names))
+
+    real = (step.cpu_mode, torch.cuda.current_device, patches.install)
+    told = {"all": attempt(), "all, not sharded": attempt(distributed_optimizer=False)}
+    for name in ("on_cpu", "type_as_on_cuda"):
+        step.cpu_mode = without(name)
+        told[name] = attempt()
+    step.cpu_mode = lambda: nullcontext()
+    told["no mode"] = attempt(distributed_optimizer=False)
+    step.cpu_mode = real[0]
+    patches.install = lambda: None
+    torch.cuda.current_device = _no_device
+    told["current_device"] = attempt()
+    _, torch.cuda.current_device, patches.install = real
+    told["all again"] = attempt()
+    return told
+
+
+def _no_device() -> int:
+    raise AssertionError("no CUDA device here")
+
+
+def test_every_replacement_is_needed(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path)
+    (told,) = ranks.run(1, _attempts, tmp_path)
+    for name in ("all", "all, not sharded", "all again"):
+        assert told[name] == "stepped", told
+    for name in ("on_cpu", "type_as_on_cuda", "no mode", "current_device"):
+        assert "Error" in told[name] or "Exception" in told[name], (name, told[name])
+
+
+def _install_twice() -> bool:
+    from megarl.platforms import megatron_patches as patches
+
+    patches.install()
+    once = torch.cuda.current_device
+    patches.install()
+    return torch.cuda.current_device is once and once() == torch.device("cpu")
+
+
+def test_installing_again_changes_nothing(ranks) -> None:
+    assert ranks.run(1, _install_twice) == [True]

@@ -1,0 +1,147 @@
+"""Updates: the same over layouts, micro-batches and optimizers, and equal to torch's AdamW.
+
+Not covered: more than two ranks, GPU, resuming the optimizer from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.runs import several
+from tests.models.support import (
+    actor_section,
+    hf_scores,
+    make_samples,
+    write_hf_model,
+)
+
+OPTIONS = {"distributed_optimizer": False, "weight_decay": 0.1, "clip_grad": 0.7}
+LAYOUTS = {  # name → (ranks, tp, tokens per micro-batch, section)
+    "one": (1, 1, 1000, OPTIONS),
+    "small packs": (1, 1, 25, OPTIONS),
+    "dp2": (2, 1, 1000, OPTIONS),
+    "dp2 sharded": (2, 1, 30, OPTIONS | {"distributed_optimizer": True}),
+    "tp2": (2, 2, 1000, OPTIONS),
+    "tp2 sharded": (2, 2, 60, OPTIONS | {"distributed_optimizer": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Any:
+    return write_hf_model(folder, "qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, folder, model) -> dict[str, dict]:
+    told: dict[str, dict] = {}
+    for world in (1, 2):
+        names = [name for name, layout in LAYOUTS.items() if layout[0] == world]
+        answers = ranks.run(world, several, [(folder, *LAYOUTS[name][1:]) for name in names])
+        for name, run in zip(names, answers[0], strict=True):
+            told[name] = run
+    return told
+
+
+def _relative(grads: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Relative L2 distance over all parameters together."""
+    names = sorted(wanted)
+    difference = torch.cat([(grads[n] - wanted[n]).flatten() for n in names]).norm()
+    return float(difference / torch.cat([wanted[n].flatten() for n in names]).norm())
+
+
+@pytest.fixture(scope="module")
+def by_torch(model) -> dict[str, Any]:
+    """Loss, gradients and one AdamW step on the HF model; HF names; matrices as [rows, columns]."""
+    samples = make_samples(5, 12)
+    place = torch.arange(len(samples.response_ids)).float()
+
+    def loss() -> Tensor:
+        log_probs, entropy = hf_scores(model, samples, 0.8)
+        return -(torch.sin(place) * log_probs).mean() - 0.01 * entropy.mean()
+
+    first = loss()
+    first.backward()
+    params = dict(model.named_parameters())
+    as_matrix = {n: p.grad.double().view(len(p), -1).clone() for n, p in params.items()}
+    norm = torch.nn.utils.clip_grad_norm_(params.values(), OPTIONS["clip_grad"])
+    section = actor_section(**OPTIONS)
+    groups = [
+        {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps).step()
+    weights = {n: p.detach().double().view(len(p), -1) for n, p in params.items()}
+    with torch.no_grad():
+        after = float(loss())
+    return {
+        "loss": float(first),
+        "gradients": as_matrix,
+        "norm": float(norm),
+        "weights": weights,
+        "loss_after": after,
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_step_is_torch_adamw_on_the_hf_model(runs, by_torch, name: str) -> None:
+    run = runs[name]
+    assert run["result"].stepped and run["result"].lr == 1e-3
+    assert run["result"].grad_norm == pytest.approx(by_torch["norm"], rel=1e-5)
+    assert by_torch["norm"] > OPTIONS["clip_grad"], "clipping must be at work"
+    assert run["loss"] == pytest.approx(by_torch["loss"], abs=1e-6)
+    assert run["loss_after"] == pytest.approx(by_torch["loss_after"], abs=1e-4)
+    if "gradients" in run:
+        assert _relative(run["gradients"], by_torch["gradients"]) <= 1e-5
+    # Adam's first step is lr · sign(gradient): one of rounding size may turn, few are.
+    names = sorted(by_torch["weights"])
+    apart = [(run["weights"][n] - by_torch["weights"][n]).abs().flatten() for n in names]
+    assert torch.cat(apart).max() <= 2.1e-3
+    assert (torch.cat(apart) > 2e-6).double().mean() <= 1e-3
+
+
+@pytest.mark.dist
+def test_layouts_and_micro_batches_change_nothing(runs) -> None:
+    assert runs["small packs"]["packs"] > 4 and runs["dp2 sharded"]["packs"] > 2
+    reference = runs["dp2"]
+    for name, run in runs.items():
+        assert (run["log_probs"] - reference["log_probs"]).abs().max() <= 5e-5, name
+        assert run["loss_after"] == pytest.approx(reference["loss_after"], abs=1e-4), name
+        if "gradients" in run:
+            assert _relative(run["gradients"], reference["gradients"]) <= 1e-5, name
+
+
+@pytest.mark.dist
+def test_sums_are_over_this_ranks_micro_batches(runs) -> None:
+    one, small = runs["one"]["result"], runs["small packs"]["result"]
+    assert one.sums.keys() == {"pg", "entropy"}
+    assert one.loss == pytest.approx(one.sums["pg"] - 0.01 * one.sums["entropy"], abs=1e-6)
+    for name, value in one.sums.items():
+        assert small.sums[name] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.dist
+def test_bfloat16_learns_with_wide_masters(ranks, folder, model, runs) -> None:
+    options = {"dtype": "bfloat16", "lr": 1e-4}
+    calls = [
+        (folder, tp, 60, options | {"distributed_optimizer": do})
+        for tp in (1, 2)
+        for do in (True, False)
+    ]
+    for run in ranks.run(2, several, calls)[0]:
+        gap = (run["log_probs"] - runs["one"]["log_probs"]).abs()
+        assert gap.mean() < 0.05, "as far from fp32 as rounding to 8 bits brings it"
+        assert torch.equal(run["log_probs"], run["in_update"])
+        assert run["result"].stepped and np.isfinite(run["loss_after"])
+        assert run["loss_after"] < run["loss"]

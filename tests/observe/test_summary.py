@@ -1,0 +1,150 @@
+"""Summary and report of run folders written here by hand.
+
+Not covered: a folder that a real run wrote (the launch tests do that), and the page's looks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.observe import report, summary
+
+ROWS = [
+    {
+        "iteration": index,
+        "reward/mean": reward,
+        "parity/logprob_gap_max": 1e-5 * (1 + index % 2),
+        "time/iteration": 2.0,
+        "time/generate": 1.0,
+        "time/generate/flush": 0.5,
+        "time/update": 0.5,
+        "time/tokens_per_second": 12000.0,
+    }
+    for index, reward in enumerate([0.25, 0.5, 0.875])
+]
+ROWS[0] |= {"eval/accuracy": 0.125, "eval/accuracy_sampled": 0.25}
+ROWS[2] |= {"eval/accuracy": 0.9375, "eval/accuracy_sampled": 0.75}
+
+
+def write_run(folder: Path, rows: list[dict], finished: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(
+        "seed: 1\nrun: {iterations: 3}\nworld: {ranks: 2}\nactor: {tp: 2}\nrollout: {tp: 1}\n"
+        "parity: {max: 1.0e-4}\n"
+    )
+    argv = ["megarl/train.py", "recipes/quickstart.yaml"]
+    (folder / "environment.json").write_text(json.dumps({"argv": argv, "cpu": "<b>fast</b>"}))
+    (folder / "hf").mkdir()
+    (folder / "tensorboard").mkdir()
+    if finished:
+        (folder / "finished.json").write_text("{}")
+    return folder
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert summary.main([str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_summary_tells_results_times_files_and_what_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(write_run(tmp_path / "runs" / "quickstart-s1", ROWS), capsys)
+    words = [" ".join(line.split()) for line in text.splitlines()]
+    assert words[0] == "quickstart-s1: 2 ranks, actor tp=2, rollout tp=1"
+    for line in (
+        "held-out accuracy, greedy 0.125 0.938",
+        "held-out accuracy, sampled 0.250 0.750",
+        "reward, first and last 0.250 0.875",
+        "trainer and generator differ by at most 2.0e-05 in any token's log-prob (allowed 1e-04)",
+        "3 iterations in 6.0 s, 2.00 s each:",
+        "generate 50%, update 25%, other 25%",
+        "hf the trained model: a Hugging Face folder that transformers loads",
+    ):
+        assert line in words
+    assert "INCOMPLETE" not in text
+    assert f"--logdir {tmp_path / 'runs'}" in text
+    assert "bash launch/grpo.sh recipes/quickstart.yaml rollout.tp=2" in text
+    assert "make demo SEED=2" in text
+    assert "●" in text and all(len(line) <= 100 for line in text.splitlines() if "/" not in line)
+
+
+def test_an_incomplete_run_says_so_and_how_far_it_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", ROWS[:2], finished=False)
+    with open(folder / "metrics.jsonl", "a") as out:
+        out.write('{"iteration": 2, "rew')
+    assert "INCOMPLETE: 2 of 3 iterations are there; still going" in told(folder, capsys)
+    line = {"state": "FAILED", "reason": "rank 1 is missing at vote ROLLOUT_READY"}
+    (folder / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    text = told(folder, capsys)
+    assert "it failed: rank 1 is missing at vote ROLLOUT_READY" in text
+    assert "held-out accuracy, greedy         0.125        -" in text
+
+
+def test_a_run_of_one_iteration_has_before_and_after_in_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ROWS[0] | {"eval/final/accuracy": 0.5}
+    text = told(write_run(tmp_path / "run", [row]), capsys)
+    assert "held-out accuracy, greedy         0.125    0.500" in text
+
+
+@pytest.mark.parametrize("tool", [summary, report])
+def test_a_folder_that_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tool
+) -> None:
+    broken = write_run(tmp_path / "broken", ROWS)
+    (broken / "metrics.jsonl").write_text("{}\n{}\n")
+    for folder in (tmp_path, tmp_path / "nowhere", broken):
+        assert tool.main([str(folder)]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("megarl: error: ") and err.count("\n") == 1
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and whether every tag is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_one_escaped_page_without_other_hosts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<i>run", [row | {"time/<script>": 0.1} for row in ROWS])
+    text = report.write_report(folder).read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    tags = [tag for tag, _ in page.seen]
+    assert tags.count("svg") == 4
+    assert not {"script", "link", "img", "i", "b"} & set(tags)
+    assert "://" not in text and "&lt;b&gt;fast" in text and "&lt;script&gt;" in text
+    for tag, attributes in page.seen:
+        if tag == "polyline":
+            for x, y in re.findall(r"([-\d.]+),([-\d.]+)", attributes["points"]):
+                assert 0 <= float(x) <= report.WIDTH and 0 <= float(y) <= report.HEIGHT
+
+
+def test_the_report_of_a_run_without_rows_says_incomplete(tmp_path: Path) -> None:
+    text = report.write_report(write_run(tmp_path / "run", [], finished=False)).read_text()
+    assert "<svg" not in text and "Incomplete: 0 of 3 iterations" in text
