@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.recipe_schema import Recipe
+from megarl.rewards.scorer import BUILT_IN
 
 Refusal = tuple[tuple[str, ...], str]
 
@@ -151,6 +152,12 @@ def _reward(recipe: Recipe) -> Iterator[Refusal]:
             )
     names = [scorer.name for scorer in reward.scorers]
     for index, name in enumerate(names):
+        if ":" not in name and name not in BUILT_IN:
+            yield (
+                (f"reward.scorers.{index}.name",),
+                f"there is no scorer {name}; built in are {', '.join(BUILT_IN)}, an own function "
+                "is named import.path:function",
+            )
         if name in names[:index]:
             yield (
                 (f"reward.scorers.{index}.name",),

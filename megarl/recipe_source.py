@@ -109,7 +109,7 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
     """Set each `key=value` (dotted key, YAML value) over what files say. Raises `RecipeError`."""
     for override in overrides:
         key, equals, text = override.partition("=")
-        place = f"override {override}"
+        place = "override " + override.replace("\n", "\\n")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
             raise RecipeError(f"{place}: write overrides as key=value, for example rollout.tp=2")

@@ -77,9 +77,7 @@ def train(run: Run) -> None:
             run.close_ledger(iteration, plan)
 
         # Group-relative advantages, from the sealed facts alone.
-        derived, advantages = credit(
-            experience, recipe.hash, table, plan.update.trained, recipe.algorithm
-        )
+        derived, advantages = credit(experience, recipe.hash, table, plan.trained, recipe.algorithm)
 
         # One optimizer step per minibatch; its denominators are counted over all ranks first.
         results = []

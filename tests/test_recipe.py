@@ -194,6 +194,15 @@ def test_a_scorer_listed_twice_is_refused(recipe_file: Path) -> None:
     assert message.startswith(f"{recipe_file}:")
 
 
+def test_a_scorer_that_is_not_there_is_refused(recipe_file: Path) -> None:
+    recipe_file.write_text(MINIMAL.replace("name: exact_match", "name: exact_macth"))
+    place = line_of(recipe_file, "- {name: exact_macth")
+    message = refusal(recipe_file)
+    assert message.startswith(f"{place}: reward.scorers.0.name: there is no scorer exact_macth; ")
+    own = "reward.scorers=[{name: 'my_package.rewards:score'}]"
+    assert load_recipe(recipe_file, [own]).reward.scorers[0].name == "my_package.rewards:score"
+
+
 @pytest.mark.parametrize("dtype_key", ["rollout.dtype", "model.dtype"])
 @pytest.mark.parametrize(("bound", "value"), [("max", "1e-4"), ("mean", "1e-4")])
 def test_fp32_parity_bounds_are_refused_with_bfloat16(
@@ -358,7 +367,7 @@ def test_base_chains_that_cannot_be_read_are_refused(recipe_file: Path, tmp_path
         (b"a: 1\n---\nb: 1\n", "", "not valid YAML"),
         (b"a: 1\nb: !thing x\n", ":2", "not valid YAML"),
         (b"a: 2024-13-01\n", ":1", "a: month must be in 1..12"),
-        (b"a: &a\n  - *a\n", ":2", "an alias to itself"),
+        (b"a: &a\n  - *a\n", ":1", "an alias to itself"),
         (b"a: *nowhere\n", ":1", "not valid YAML"),
         (b"a\tb: [\x00]\n", "", "not valid YAML"),
     ],
@@ -387,8 +396,7 @@ def test_any_value_at_any_key_loads_or_is_refused_in_one_line(key: str, value: s
     try:
         load_recipe(QUICKSTART, [f"{key}={value}"])
     except RecipeError as error:
-        assert "Traceback" not in str(error)
-        assert value.count("\n") == str(error).count("\n")
+        assert "\n" not in str(error)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

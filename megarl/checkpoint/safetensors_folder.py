@@ -110,9 +110,9 @@ class FolderWriter:
     on taking part in its collectives meanwhile.
     """
 
-    def __init__(self, folder: Path, dtype: str, most_bytes: int = MOST_FILE_BYTES) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         """`dtype`: safetensors' name for the dtype of every tensor."""
-        self.folder, self.dtype, self.most_bytes = folder, dtype, most_bytes
+        self.folder, self.dtype = folder, dtype
         self.partial = folder.with_name(f".{folder.name}.partial")
         self.error = ""
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -131,7 +131,7 @@ class FolderWriter:
         self.shapes = dict(tensors)
         size = 0
         for name, _ in tensors:
-            if groups[-1] and size + self._bytes(name) > self.most_bytes:
+            if groups[-1] and size + self._bytes(name) > MOST_FILE_BYTES:
                 groups.append([])
                 size = 0
             groups[-1].append(name)

@@ -189,10 +189,10 @@ class UpdatePlan:
     packs: tuple[tuple[tuple[np.ndarray, ...], ...], ...]
     """`packs[minibatch][dp_index][pack]`: global canonical rows, int64 ascending."""
     owner: np.ndarray
-    """int64 [N], the dp index that trains each global row; −1 where the row does not train."""
+    """int64 [N], the dp index that packs each global row; −1 where no pack has the row."""
 
     @property
-    def trained(self) -> np.ndarray:
+    def packed(self) -> np.ndarray:
         """bool [N]."""
         return self.owner >= 0
 

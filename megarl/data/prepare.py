@@ -65,12 +65,14 @@ class Parity:
 
     max: float
     mean: float
+    tokens: int
+    """How many tokens were compared; 0 says that nothing was measured."""
     where: str
     """The sample and response token of the largest gap on this rank's part."""
 
     def check(self, max_gap: float, mean_gap: float) -> str | None:
         """One line when a bound is broken (a gap that is no number breaks it), else None."""
-        if self.max <= max_gap and self.mean <= mean_gap:
+        if not self.tokens or self.max <= max_gap and self.mean <= mean_gap:
             return None
         return (
             f"trainer and generator disagree: |old − rollout| log-prob max {self.max:.2e} "
@@ -99,4 +101,4 @@ def measure_parity(world: World, prepared: Prepared) -> Parity:
     )
     largest = world.maximum(float(gap.max()) if len(gap) else 0.0)
     mean = sums["gap"] / sums["tokens"] if sums["tokens"] else 0.0
-    return Parity(max=largest, mean=mean, where=where)
+    return Parity(max=largest, mean=mean, tokens=int(sums["tokens"]), where=where)

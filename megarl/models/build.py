@@ -152,6 +152,9 @@ class PackedGPT(GPTModel):
     def forward(self, token_ids_T: Tensor, sequences: PackedSequences) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype, on every TP rank."""
         embedded = self.embedding(input_ids=token_ids_T[None], position_ids=None)
+        # [T, 1, H] comes with the strides of a transpose; with plain ones every layer's product is
+        # one matrix product and not a batch of T.
+        embedded = embedded.squeeze(1).unsqueeze(1)
         hidden = self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )

@@ -124,16 +124,8 @@ class Actor(_Scorer):
 
 
 class Reference(_Scorer):
-    """The frozen policy of a KL term: the same forward, no gradient, no optimizer."""
+    """The frozen policy of a KL term: the actor's forward and bits, no optimizer, never stepped.
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        folder: Path,
-        world: World,
-        model_section: Any,
-        actor_section: Any,
-        temperature: float,
-    ) -> None:
-        super().__init__(spec, folder, world, model_section, actor_section, temperature)
-        self.model.requires_grad_(False)
+    Parameters keep `requires_grad`, since torch picks a matrix product by it and the bits would
+    differ from the actor's; `log_probs` makes no gradient.
+    """

@@ -143,7 +143,7 @@ class Trainer:
         reason = self._refusal(loss, norm, weighted)
         if reason is None:
             with cpu_mode():
-                self.optimizer_step(lr, norm)
+                self.step(lr, norm)
         return StepResult(
             stepped=reason is None,
             skipped_reason=reason,
@@ -176,11 +176,12 @@ class Trainer:
 
     def _refusal(self, loss: float, norm: float, weighted: bool) -> str | None:
         """Why no rank may step, the same on every rank, or None. Counts refusals."""
-        told = []
-        if not math.isfinite(loss):
-            told.append(f"loss {loss}")
-        if not (self._gradients_finite() and math.isfinite(norm)):
-            told.append(f"gradient (norm {norm})")
+        faults = {
+            f"loss {loss}": math.isfinite(loss),
+            "gradients": self._gradients_finite(),
+            f"gradient norm {norm}": math.isfinite(norm),
+        }
+        told = [text for text, finite in faults.items() if not finite]
         reports = self.world.gather((" and ".join(told), weighted))
         bad = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(reports) if text]
         if bad:
@@ -200,7 +201,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         return None
 
-    def optimizer_step(self, lr: float, norm: float) -> None:
+    def step(self, lr: float, norm: float) -> None:
         """Clip to `clip_grad` (0: not at all), set the rates, step, gather the parameters."""
         for optimizer in self.optimizer.chained_optimizers:
             if self.section.clip_grad > 0 and optimizer.get_parameters():

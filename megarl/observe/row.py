@@ -26,8 +26,10 @@ def iteration_row(
 ) -> dict[str, float]:
     """`results` are the optimizer steps, `sums` their loss sums over all ranks."""
     row = _rewards(table) | _responses(table) | _groups(plan)
-    row |= {"parity/logprob_gap_max": parity.max, "parity/logprob_gap_mean": parity.mean}
-    used = advantages[plan.update.trained]
+    row["parity/tokens"] = float(parity.tokens)
+    if parity.tokens:
+        row |= {"parity/logprob_gap_max": parity.max, "parity/logprob_gap_mean": parity.mean}
+    used = advantages[plan.trained]
     if len(used):
         row |= {"advantage/mean": float(used.mean()), "advantage/std": float(used.std())}
         row["advantage/abs_max"] = float(np.abs(used).max())

@@ -217,7 +217,8 @@ def sglang_placement(spec: ModelSpec, mesh: Mesh, device: str | None = None) -> 
     """The rollout's layout: replicas of `mesh.rollout_tp` ranks over the whole world.
 
     Raises `LayoutError` when the model does not divide, and with `device="cpu"` also where
-    SGLang's CPU build would pad heads or the feed-forward width, which is not described here.
+    SGLang's CPU build would pad heads or the feed-forward width, or ignore the head size: none of
+    it is described here.
     """
     tp = mesh.rollout_tp
     key = f"rollout.tp={tp}"
@@ -225,6 +226,11 @@ def sglang_placement(spec: ModelSpec, mesh: Mesh, device: str | None = None) -> 
     if spec.kv_heads % tp and tp % spec.kv_heads:
         raise LayoutError(f"kv heads {spec.kv_heads} and {key} do not divide one another")
     if device == "cpu":
+        if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
+            raise LayoutError(
+                f"SGLang on CPU ignores the head_dim {spec.head_dim} of a qwen2 model and takes "
+                f"hidden_size / heads = {spec.hidden}/{spec.heads}; choose another model"
+            )
         _refuse_uneven(spec, {"kv heads": spec.kv_heads}, tp, f"{key}, as SGLang on CPU needs")
         # On one rank the width is padded as well.
         width = SGLANG_CPU_FFN_DIVISOR * tp

@@ -98,7 +98,7 @@ class Generator:
         section, scheduler = self._section, self._scheduler
         problem = None
         written = json.loads((folder / "config.json").read_text())
-        built = scheduler.model_config.hf_config
+        built = self._model.config
         padded = [
             f"{key} {written[key]} to {getattr(built, key)}"
             for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -107,8 +107,8 @@ class Generator:
         if padded:
             problem = (
                 f"{folder}: SGLang pads {', '.join(padded)} at rollout.tp={tp} on this device, "
-                "which no checkpoint fills; choose a rollout.tp that divides them, by 32 columns "
-                "or more of intermediate_size a rank"
+                "which no checkpoint fills; choose a rollout.tp that divides them, "
+                "intermediate_size into multiples of 32"
             )
         elif scheduler.max_total_num_tokens != section.max_total_tokens:
             problem = (
@@ -204,7 +204,7 @@ class Generator:
                     break
                 collected.started = time.time()
                 self._scheduler.drive(
-                    [self._engine_request(row, requests[row], sampling) for row in missing],
+                    [engine.engine_request(str(row), requests[row], sampling) for row in missing],
                     collected.accept,
                 )
         collected.raise_if_lost(1 + self._section.retries)
@@ -229,16 +229,6 @@ class Generator:
                 )
             if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
                 raise ValueError(f"{name}: prompt ids outside the vocabulary of {vocabulary}")
-
-    def _engine_request(self, row: int, request: Request, sampling: SamplingContract) -> Any:
-        parameters = engine.SamplingParams(
-            max_new_tokens=sampling.max_response_tokens,
-            temperature=sampling.temperature,
-            stop_token_ids=set(sampling.stop_token_ids),
-            sampling_seed=request.seed,
-        )
-        parameters.normalize(None)
-        return engine.engine_request(str(row), request.prompt_ids, parameters)
 
     # --- Residence and end --------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def _row_verdicts(scores: Scores, end: np.ndarray, invalid: np.ndarray | None) -
 def ledger(selection: Selection, trained: np.ndarray | None = None) -> dict:
     """The iteration's account: sampled = trained + dropped + refused, the latter two by reason.
 
-    `trained` bool [N] is what really went into the updates (`UpdatePlan.trained`), when known.
+    `trained` bool [N] is what was really packed for the updates, when known.
     Raises `LedgerError` naming the first samples when the account does not close.
     """
     trained = selection.kept if trained is None else np.asarray(trained, dtype=bool)
@@ -259,6 +259,9 @@ class IterationPlan:
     """Per minibatch, over all ranks: the denominators of its loss."""
     account: dict
     """The ledger: sampled = trained + dropped + refused."""
+    trained: np.ndarray
+    """bool [N], rows that enter statistics and updates. `update` also packs a probe when there are
+    none: sound rows whose log-probs are compared with the generator's and have no weight."""
 
 
 def plan_iteration(
@@ -285,9 +288,10 @@ def plan_iteration(
         invalid=invalid,
     )
     minibatches = split_minibatches(selection, algorithm.minibatches)
+    packed = minibatches if selection.kept.any() else _probe(selection, algorithm.minibatches)
     update = plan_update(
         table.lengths,
-        minibatches,
+        packed,
         dp,
         recipe.actor.tokens_per_micro_batch,
         lambda row: f"sample {table.draw_index[row]}/{table.candidate[row]}",
@@ -298,4 +302,14 @@ def plan_iteration(
         )
         for rows in minibatches
     )
-    return IterationPlan(selection, update, totals, ledger(selection, update.trained))
+    trained = update.packed & selection.kept
+    return IterationPlan(selection, update, totals, ledger(selection, trained), trained)
+
+
+def _probe(selection: Selection, minibatches: int) -> list[np.ndarray]:
+    """The sound rows of the first group that has some, as the first of otherwise empty
+    minibatches: parity with the generator is a fact of every iteration, trained or not."""
+    refused = [VERDICTS.index(verdict) for verdict in REFUSED]
+    sound = np.flatnonzero(~np.isin(selection.verdict, refused))
+    rows = sound[selection.draw_index[sound] == selection.draw_index[sound[:1]]]
+    return [rows] + [sound[:0]] * (minibatches - 1)

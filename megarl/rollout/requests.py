@@ -35,8 +35,9 @@ def assign_replicas(
 
     Longest processing time first over expected tokens (prompt + `max_response_tokens`), by prompt
     group: a group goes whole to the least loaded replica, which then reuses its prefix, when
-    that keeps the replica within an even share; else it is spread request by request. Replicas
-    get no request only when there are fewer requests than replicas. Pure: ties break by row.
+    that keeps the replica within an even share; else it is spread request by request. No load
+    exceeds the mean by more than one request, and a replica gets none only when there are fewer
+    requests than replicas. Pure: ties break by row.
     """
     if replicas < 1:
         raise ValueError(f"cannot assign requests to {replicas} replicas")
@@ -53,12 +54,10 @@ def assign_replicas(
         assigned[replica] += rows
         loads[replica] += sum(cost[row] for row in rows)
 
-    spread: list[int] = []
     for rows in sorted(groups.values(), key=lambda rows: (-sum(cost[r] for r in rows), rows[0])):
         if min(loads) + sum(cost[row] for row in rows) <= share:
             place(rows)
         else:
-            spread += rows
-    for row in sorted(spread, key=lambda row: (-cost[row], row)):
-        place([row])
+            for row in rows:
+                place([row])
     return [sorted(rows) for rows in assigned]

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.contracts.samples import SamplingContract
 from megarl.platforms import prepare_sglang
+from megarl.rollout.requests import Request
 
 prepare_sglang()  # before the first import of sglang
 
@@ -146,8 +148,13 @@ def build_scheduler(
     rank = dist.get_rank() % tp
     placement = SpawnRanks(world_rank=rank, gpu_id=rank if local is None else local)
     publish(arguments, role="scheduler", ranks=placement)
-    with sglang_patches.replica_of_world(tp), _no_progress_bars():
-        scheduler = InProcessScheduler(arguments, PortArgs.init_new(arguments))
+    scheduler = None
+    try:
+        with sglang_patches.replica_of_world(tp), _no_progress_bars():
+            scheduler = InProcessScheduler(arguments, PortArgs.init_new(arguments))
+    finally:
+        if scheduler is None:  # leave nothing of a failed start to the next one
+            destroy_scheduler()
     if device.type == "cpu":
         # As `Scheduler.run_event_loop` does, which is not entered here.
         scheduler.schedule_stream.synchronize = lambda: None
@@ -166,13 +173,20 @@ def destroy_scheduler() -> None:
 
 
 def engine_request(
-    name: str, prompt_ids: Sequence[int], parameters: SamplingParams
+    name: str, request: Request, sampling: SamplingContract
 ) -> TokenizedGenerateReqInput:
-    """One request with log-probs of its output tokens. `parameters` belongs to it alone."""
+    """SGLang's form of `request`, with log-probs of its output tokens."""
+    parameters = SamplingParams(
+        max_new_tokens=sampling.max_response_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=set(sampling.stop_token_ids),
+        sampling_seed=request.seed,
+    )
+    parameters.normalize(None)
     return TokenizedGenerateReqInput(
         rid=name,
         input_text=None,
-        input_ids=array("q", prompt_ids),
+        input_ids=array("q", request.prompt_ids),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,

@@ -63,7 +63,7 @@ def settings(data: Path, runs: Path, **overrides: Any) -> list[str]:
         "rollout.group_size": 4,
         "rollout.max_response_tokens": 12,
         "rollout.max_running_requests": 32,
-        "rollout.max_total_tokens": 2048,
+        "rollout.max_total_tokens": 4096,
         "eval.every": 2,
         "world.timeout_seconds": 30,
     }

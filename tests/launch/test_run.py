@@ -85,8 +85,7 @@ def test_the_export_is_the_last_committed_version_and_transformers_loads_it(
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf")
     before = AutoModelForCausalLM.from_pretrained(data / "model")
     moved = [
-        not torch.equal(a, b)
-        for a, b in zip(model.parameters(), before.parameters(), strict=True)
+        not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
     ]
     assert all(moved)
     finished = json.loads((run.folder / "finished.json").read_text())

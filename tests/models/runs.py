@@ -52,14 +52,14 @@ def train_once(folder: Path, tp: int, budget: int, **section: Any) -> dict[str, 
 
     batches = [micro_batch(pack, samples) for pack in packs]
     told: dict[str, Any] = {}
-    step = actor.trainer.optimizer_step
+    step = actor.trainer.step
 
     def step_after_a_look(lr: float, norm: float) -> None:
         if not actor.trainer.section.distributed_optimizer:
             told["gradients"] = full_gradients(actor)
         step(lr, norm)
 
-    actor.trainer.optimizer_step = step_after_a_look
+    actor.trainer.step = step_after_a_look
     result = actor.update(batches, loss)
     told |= {
         "log_probs": merged(actor, packs, [s.log_probs_A for s in before], samples),

@@ -289,7 +289,7 @@ def one_rank(folder: str, other: str) -> dict[str, Any]:
     return found
 
 
-def two_ranks(folder: str, tp: int) -> dict[str, Any]:
+def two_ranks(folder: str, tp: int, unaligned: str) -> dict[str, Any]:
     """This rank's replica of two ranks: its rows of the grid, and its samples."""
     rank = dist.get_rank()
     torch.manual_seed(100 + rank)  # ranks' own generators must not matter
@@ -304,12 +304,14 @@ def two_ranks(folder: str, tp: int) -> dict[str, Any]:
         found[f"gap {temperature}"] = gap(folder, samples, temperature)
     total = torch.ones(1)
     generator.close()
+    if tp > 1:
+        found["unaligned"] = failure(build, unaligned, tp=tp)
     dist.all_reduce(total)  # the default group outlives the engine
     found["ranks after close"] = int(total)
     return found
 
 
-def bf16_rank(folder: str, unaligned: str) -> dict[str, Any]:
+def bf16_rank(folder: str) -> dict[str, Any]:
     generator = build(folder, dtype="bfloat16")
     samples = generator.generate(grid(), tiny.sampling(dtype="bfloat16"), tiny.version())
     generator.close()
@@ -320,7 +322,6 @@ def bf16_rank(folder: str, unaligned: str) -> dict[str, Any]:
         "samples": samples,
         "gap": np.abs(told - exact),
         "hf gap": np.abs(rounded - exact),
-        "unaligned": failure(build, unaligned),
     }
 
 
@@ -340,7 +341,7 @@ def on_one_rank(ranks: Any, layout: str) -> dict[str, Any]:
 
 @functools.cache
 def on_two_ranks(ranks: Any, layout: str, tp: int) -> list[dict[str, Any]]:
-    return ranks.run(2, two_ranks, folder(layout), tp)
+    return ranks.run(2, two_ranks, folder(layout), tp, folder(layout, ffn=80))
 
 
 def first_difference(ours: Sample, theirs: Sample) -> int | None:

@@ -257,5 +257,31 @@ def test_the_iterations_plan_joins_selection_minibatches_and_packs() -> None:
         plan_iteration(table, recipe, 2)
 
 
+def test_an_iteration_that_trains_nothing_still_has_a_probe_for_parity() -> None:
+    scores = _scores([1, 1], [1, 1])
+    table = SampleTable(
+        draw_index=scores.draw_index,
+        candidate=scores.candidate,
+        prompt_length=np.full(4, 2),
+        response_length=np.full(4, 3),
+        actions=np.full(4, 3),
+        end_reason=np.full(4, EndReason.EOS),
+        replica=np.zeros(4),
+        started=np.zeros(4),
+        finished=np.zeros(4),
+        scores=scores,
+        version_id="v",
+    )
+    recipe = SimpleNamespace(
+        algorithm=SimpleNamespace(zero_variance="drop", partial_groups="drop", minibatches=2),
+        rollout=SimpleNamespace(group_size=2, prompts_per_iteration=2),
+        actor=SimpleNamespace(tokens_per_micro_batch=64),
+    )
+    plan = plan_iteration(table, recipe, 1)
+    assert not plan.trained.any() and plan.account["trained"] == 0
+    assert plan.totals == (Totals(0, 0), Totals(0, 0))
+    assert np.flatnonzero(plan.update.packed).tolist() == [0, 1]
+
+
 def test_every_verdict_is_trained_refused_or_dropped() -> None:
     assert {Verdict.TRAINED, *REFUSED, *DROPPED} == set(Verdict)

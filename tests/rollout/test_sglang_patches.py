@@ -39,7 +39,8 @@ RELIED_ON = {
     # Replaced by `platforms/sglang_patches.py`.
     "sglang.srt.distributed.parallel_state:GroupCoordinator.__init__": "c98d7d89",
     "sglang.srt.managers.tp_worker:broadcast_pyobj": "ed29d8e4",
-    "sglang.srt.managers.scheduler_components.invariant_checker:create_scheduler_watchdog": "94e7ebf8",
+    "sglang.srt.managers.scheduler_components.invariant_checker:"
+    "create_scheduler_watchdog": "94e7ebf8",
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.from_schedule_batch": "182967d8",
     "sglang.srt.layers.sampler:Sampler.forward": "cda51917",
     "sglang.srt.layers.sampler:create_sampler": "5a60117f",

@@ -1,0 +1,78 @@
+# Two commands: `make demo` and `make test`. `make` lists the rest.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+SEED ?= 1
+# For machines whose default torch is the CUDA build; see README.md.
+TORCH_INDEX ?=
+
+PY := .venv/bin/python
+RUN := runs/quickstart-s$(SEED)
+# The environment is made again when a pin changes: its marker carries the hash of setup.py.
+PINS := $(shell sha256sum setup.py | cut -c1-12)
+READY := .venv/ready-$(PINS)
+TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\)$$/\1/p' setup.py)
+SGLANG := sglang==0.5.21
+NEEDED_KB := 4194304
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+.PHONY: demo
+demo: venv  ## a small model learns by GRPO; SEED=2 for another one
+	@$(PY) tools/make_tiny_model.py --seed $(SEED)
+	@if [ -f $(RUN)/finished.json ]; then \
+	    echo "$(RUN) is finished and is not trained again (to do so: rm -r $(RUN))"; \
+	else \
+	    bash launch/grpo.sh recipes/quickstart.yaml seed=$(SEED) run.overwrite=true; \
+	fi
+	@$(PY) -m megarl.observe.summary $(RUN)
+
+.PHONY: test
+test: venv lint  ## lint and the CPU suite
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not long and not gpu"
+
+.PHONY: test-fast
+test-fast: venv lint  ## lint and the tests that start no ranks
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not long and not gpu and not dist and not launch"
+
+.PHONY: test-long
+test-long: venv lint  ## the full matrices
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "long and not gpu"
+
+.PHONY: lint
+lint: venv  ## ruff: rules and format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+.PHONY: docs
+docs: venv  ## make docs/recipe.md again from the schema
+	@$(PY) -m megarl.recipe --reference > docs/recipe.md
+
+.PHONY: clean
+clean:  ## remove the environment and caches; models/ and runs/ stay
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: venv
+venv: $(READY)  ## .venv with every package at its pin
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	    echo "megarl needs Python 3.11 and '$(PYTHON)' is none: apt-get install python3.11" \
+	         "python3.11-venv, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) has no venv module: apt-get install python3.11-venv" >&2; exit 1; }
+	@free=$$(df -Pk . | awk 'NR == 2 {print $$4}'); \
+	[ -x $(PY) ] || [ "$$free" -ge $(NEEDED_KB) ] || { \
+	    echo "the environment needs 4 GB of disk, $$((free / 1048576)) GB are free in $(CURDIR);" \
+	         "make room or clone elsewhere" >&2; exit 1; }
+	@echo "making .venv: about 1.5 GB of packages, a minute or two"
+	@[ -x $(PY) ] || $(PYTHON) -m venv .venv
+	@rm -f .venv/ready-*
+	@[ -z "$(TORCH_INDEX)" ] || $(PY) -m pip install -qq --no-deps --index-url "$(TORCH_INDEX)" $(TORCH)
+	@$(PY) -m pip install -qq -e '.[cpu,test]'
+	@$(PY) -m pip install -qq --no-deps $(SGLANG)
+	@touch $@

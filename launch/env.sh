@@ -1,0 +1,67 @@
+# Sourced by the launch scripts: finds Python, reads the recipe's rank count, starts torchrun.
+
+megarl_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+megarl_usage() {
+    echo "usage: bash launch/grpo.sh RECIPE [key=value …] [--dry-run]"
+    echo "  starts the recipe's ranks on this machine; --dry-run prints the command instead"
+    echo "  also: torchrun --nproc_per_node N launch/grpo.sh RECIPE [key=value …]"
+    echo "  keys of a recipe: python -m megarl.train --help"
+}
+
+megarl_fail() {
+    echo "megarl: $*" >&2
+    exit 2
+}
+
+# Sets `python`: $MEGARL_PYTHON, else the checkout's .venv, else python3 on PATH.
+megarl_find_python() {
+    if [ -n "${MEGARL_PYTHON:-}" ]; then
+        python="$MEGARL_PYTHON"
+    elif [ -x "$megarl_root/.venv/bin/python" ]; then
+        python="$megarl_root/.venv/bin/python"
+    else
+        python="$(command -v python3)" || megarl_fail "there is no python3 here; run \`make venv\`"
+    fi
+    local missing
+    missing="$("$python" - <<'PYTHON'
+from importlib.util import find_spec
+
+modules = "torch megatron sglang transformers pydantic ruamel blake3 pebble".split()
+print(", ".join(name for name in modules if find_spec(name) is None))
+PYTHON
+    )" || megarl_fail "$python does not run; set MEGARL_PYTHON, or run \`make venv\`"
+    [ -z "$missing" ] || megarl_fail \
+        "$python has no $missing; run \`make venv\` in $megarl_root, or set MEGARL_PYTHON"
+}
+
+# megarl_launch MODULE RECIPE [key=value …] [--dry-run]: replaces this shell by torchrun.
+megarl_launch() {
+    local module="$1" dry_run="" recipe="" argument python ranks
+    local -a settings=() command
+    shift
+    for argument in "$@"; do
+        case "$argument" in
+            --dry-run) dry_run=1 ;;
+            -h | --help) megarl_usage && exit 0 ;;
+            -*) megarl_fail "unknown option $argument; options are --dry-run and --help" ;;
+            *=*) settings+=("$argument") ;;
+            *) [ -z "$recipe" ] || megarl_fail "one recipe at a time: $recipe or $argument"
+                recipe="$argument" ;;
+        esac
+    done
+    [ -n "$recipe" ] || { megarl_usage >&2; exit 2; }
+    megarl_find_python
+    export PYTHONPATH="$megarl_root${PYTHONPATH:+:$PYTHONPATH}"
+    # One thread per rank: measured best here, and torchrun would print a notice about it otherwise.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    ranks="$("$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" || exit $?
+    command=("$python" -m megarl.launcher "$ranks" "$module" "$recipe" "${settings[@]}")
+    if [ -n "$dry_run" ]; then
+        printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
+        printf ' %q' "${command[@]}"
+        printf '\n'
+        exit 0
+    fi
+    exec "${command[@]}"
+}

@@ -1,0 +1,112 @@
+"""Scorers of a user's own, good and bad. Imported by scoring workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+
+from megarl.rewards.scorer import Response, RewardParts
+
+NOT_A_FUNCTION = 3
+
+
+def length(response: Response, *, per: float = 1.0) -> float:
+    """Tokens over `per`; the text may ask for something else to happen."""
+    return len(response.token_ids) / per
+
+
+def obey(response: Response) -> object:
+    """Does what the response's text says."""
+    word, _, rest = response.text.partition(" ")
+    match word:
+        case "score":
+            return float(rest)
+        case "parts":
+            return RewardParts(0.5, rest)
+        case "numpy":
+            return np.float32(rest)
+        case "none":
+            return None
+        case "text":
+            return rest
+        case "raise":
+            raise RuntimeError(f"{rest}\nsecond line")
+        case "exit":
+            os._exit(int(rest))
+        case "sleep":
+            time.sleep(float(rest))
+            return 1.0
+        case "tower":
+            return 9**9**9**9
+        case "print":
+            print("not a frame", flush=True)
+            os.write(1, b"raw bytes\n")
+            return 1.0
+        case "child":
+            subprocess.Popen(["sleep", "3600"])
+            time.sleep(3600)
+        case "input":
+            return float(len(input()))
+    raise ValueError(f"cannot obey {response.text!r}")
+
+
+def alarmed(response: Response) -> float:
+    """Sets a timer in the thread that the scorer is called in."""
+    signal.alarm(5)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return 1.0
+
+
+def alarmed_in_a_thread(response: Response) -> float:
+    """Sets a timer off the main thread, where Python raises ValueError."""
+    failures: list[BaseException] = []
+
+    def verify() -> None:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        except ValueError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=verify)
+    thread.start()
+    thread.join()
+    raise failures[0]
+
+
+def flaky(response: Response, *, marks: str) -> float:
+    """Fails the first time it sees a prompt, and remembers that in the folder `marks`."""
+    mark = os.path.join(marks, response.prompt_id)
+    if not os.path.exists(mark):
+        with open(mark, "w"):
+            pass
+        raise RuntimeError("first time")
+    return 1.0
+
+
+def everything(response: Response) -> RewardParts:
+    """Says what it was given."""
+    return RewardParts(
+        1.0,
+        "|".join(
+            map(
+                str,
+                (
+                    response.text,
+                    response.answer,
+                    response.prompt,
+                    response.prompt_id,
+                    response.source,
+                    response.metadata,
+                    response.finished,
+                    response.end_reason,
+                    response.token_ids,
+                ),
+            )
+        ),
+    )
