@@ -99,7 +99,7 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
         stack.callback(generator.close)
         resharder = Resharder(
             megatron_placement(spec, world.mesh),
-            sglang_placement(spec, world.mesh),
+            sglang_placement(spec, world.mesh, world.device.type),
             actor.named_parameters(),
             generator.named_parameters(),
             getattr(torch, recipe.rollout.dtype),

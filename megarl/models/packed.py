@@ -45,7 +45,7 @@ def pack_sequences(
     bounds = cu_seqlens.to("cpu", torch.int64)
     starts, lengths = bounds[:-1], bounds.diff()
     longest = int(lengths.max())
-    halvings = torch.log2(longest / lengths).floor().to(torch.int64)
+    halvings = torch.tensor([(longest // n).bit_length() for n in lengths.tolist()])
     token_blocks, blocks = [], []
     first_slot = torch.empty_like(starts)
     slots = 0

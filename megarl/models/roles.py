@@ -18,7 +18,7 @@ from megarl.world import World
 
 Loss = Callable[[TokenScores, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """(loss, sums): the loss already weighted so that the sum over all packs of all ranks is *the*
-loss, and scalars that are summed over micro-batches."""
+loss, and scalars that `merge_sums` joins over micro-batches."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -28,6 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from megarl.algorithms.objectives import merge_sums
 from megarl.data.packing import MicroBatch
 from megarl.models.build import PackedGPT
 from megarl.models.schedule import learning_rate
@@ -56,7 +57,7 @@ class StepResult:
     loss: float
     """This rank's part of the loss."""
     sums: dict[str, float]
-    """Summed over this rank's micro-batches."""
+    """Summed over this rank's micro-batches; names ending in `_max` are the largest of them."""
 
 
 class Trainer:
@@ -158,16 +159,14 @@ class Trainer:
     ) -> tuple[float, dict[str, float]]:
         """Forward and backward of each micro-batch; (loss, sums) of this rank."""
         losses: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
+        parts: list[dict[str, Tensor]] = []
         for batch in micro_batches:
-            loss, parts = forward(batch)
+            loss, sums = forward(batch)
             loss.backward()
             losses.append(loss.detach())
-            for name, value in parts.items():
-                value = torch.as_tensor(value).detach().double()
-                sums[name] = sums[name] + value if name in sums else value
-        loss = torch.stack(losses).double().sum()  # one wait for the device, here
-        return float(loss), {name: float(value) for name, value in sums.items()}
+            parts.append({name: torch.as_tensor(value).detach() for name, value in sums.items()})
+        # Read after the last backward: each number read waits for the device.
+        return float(torch.stack(losses).double().sum()), merge_sums(parts)
 
     def _gradients_finite(self) -> bool:
         """Of everything this rank holds: a norm leaves out the copies of other TP ranks."""

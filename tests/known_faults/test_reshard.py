@@ -28,12 +28,14 @@ TINY = dict(layers=1, hidden=1, heads=4, kv_heads=2, head_dim=1, ffn=4, vocab=7)
 LAYER = "model.layers.0"
 
 
-def _numbered(tp: int, make=megatron_placement, **changes) -> list[dict[str, Tensor]]:
-    """Shards by rank of a model whose rows are numbered as the reports number them."""
+def _numbered(
+    tp: int, make=megatron_placement, starts: tuple[int, int, int] = (0, 4, 6), **changes
+) -> list[dict[str, Tensor]]:
+    """Shards by rank of a model whose rows are numbered; query, key, value begin at `starts`."""
     placement = make(make_spec(**TINY | changes), Mesh(tp, tp=tp, rollout_tp=tp))
     whole = {name: torch.zeros(t.shape) for name, t in placement.tensors.items()}
     for kind in ("weight", "bias"):
-        for first, part in ((0, "q"), (4, "k"), (6, "v")):
+        for first, part in zip(starts, "qkv", strict=True):
             tensor = whole[f"{LAYER}.self_attn.{part}_proj.{kind}"]
             tensor.copy_((torch.arange(tensor.shape[0]) + first).view(tensor.shape))
     for first, part in ((0, "gate"), (10, "up")):
@@ -53,6 +55,22 @@ def test_query_key_value_rows_lie_group_by_group(kind) -> None:
     assert _numbered(1, sglang_placement)[0][theirs].flatten().tolist() == list(range(8))
     replicated = [p[theirs].flatten().tolist() for p in _numbered(4, sglang_placement)]
     assert replicated == [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_rank_with_several_groups_holds_consecutive_ones(kind) -> None:
+    sizes = {"heads": 8, "kv_heads": 4, "starts": (0, 10, 20)}
+    name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"
+    assert [params[name].flatten().tolist() for params in _numbered(2, **sizes)] == [
+        [0, 1, 10, 20, 2, 3, 11, 21],
+        [4, 5, 12, 22, 6, 7, 13, 23],
+    ]
+    theirs = f"{LAYER}.self_attn.qkv_proj.{kind}"
+    shards = _numbered(2, sglang_placement, **sizes)
+    assert [params[theirs].flatten().tolist() for params in shards] == [
+        [0, 1, 2, 3, 10, 11, 20, 21],
+        [4, 5, 6, 7, 12, 13, 22, 23],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_model(folder: Path, seed: int = 1) -> Path:
-    """A random Llama-layout HF folder (0.2 M parameters) and prompts of two-digit sums beside it."""
+    """A random Llama-layout HF folder (0.2 M parameters), and prompts of sums beside it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megarl.contracts.hashes import contract_hash
+from megarl.contracts.version import TensorEntry, WeightManifest
+from megarl.reshard.digest import block_digest
 from tests.launch.runs import Finished, launch, make_model, read_lines, settings
 
 pytestmark = pytest.mark.launch
@@ -93,23 +94,16 @@ def test_the_export_is_the_last_committed_version_and_transformers_loads_it(
 
 
 def _manifest_hash(folder: Path) -> str:
-    """The weight manifest of a folder, from the digest's definition in plain integers."""
-    from tests.reshard.oracle import digest_of
-
+    """The manifest of a folder's files, read here; the digest itself has its own oracle."""
     entries = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
                 tensor = tensors.get_tensor(name)
-                entries.append(
-                    {
-                        "name": name,
-                        "shape": list(tensor.shape),
-                        "dtype": str(tensor.dtype).removeprefix("torch."),
-                        "digest": digest_of(name, tensor),
-                    }
-                )
-    return contract_hash(sorted(entries, key=lambda entry: entry["name"]))
+                digest = block_digest(tensor.reshape(len(tensor), -1), name, 0, 0)
+                kind = str(tensor.dtype).removeprefix("torch.")
+                entries.append(TensorEntry(name, tuple(tensor.shape), kind, digest))
+    return WeightManifest(tuple(entries)).hash
 
 
 def test_the_same_seed_gives_the_same_metrics(run: Finished, data: Path, tmp_path: Path) -> None:

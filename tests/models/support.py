@@ -103,7 +103,9 @@ def policy_gradient(scores: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict]
     """−Σ w A log π − 0.01 Σ w H: uses both outputs, linear in them."""
     pg = -(batch.weights_A * batch.advantages_A * scores.log_probs_A).sum()
     bonus = (batch.weights_A * scores.entropy_A).sum()
-    return pg - 0.01 * bonus, {"pg": pg, "entropy": bonus}
+    least = torch.full((1,), -torch.inf)
+    largest = torch.cat([scores.log_probs_A, least]).max()
+    return pg - 0.01 * bonus, {"pg": pg, "entropy": bonus, "log_prob_max": largest}
 
 
 def make_world(tp: int, timeout: float = 60.0) -> World:

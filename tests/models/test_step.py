@@ -123,9 +123,12 @@ def test_layouts_and_micro_batches_change_nothing(runs) -> None:
 
 
 @pytest.mark.dist
-def test_sums_are_over_this_ranks_micro_batches(runs) -> None:
+def test_sums_and_largest_values_are_over_this_ranks_micro_batches(runs) -> None:
     one, small = runs["one"]["result"], runs["small packs"]["result"]
-    assert one.sums.keys() == {"pg", "entropy"}
+    assert one.sums.keys() == {"pg", "entropy", "log_prob_max"}
+    assert one.sums["log_prob_max"] == pytest.approx(
+        float(runs["one"]["log_probs"].max()), abs=1e-6
+    )
     assert one.loss == pytest.approx(one.sums["pg"] - 0.01 * one.sums["entropy"], abs=1e-6)
     for name, value in one.sums.items():
         assert small.sums[name] == pytest.approx(value, abs=1e-6)

@@ -63,9 +63,7 @@ def _publish(folders: list[str], tp: int, rollout_tp: int) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "tp, rollout_tp", [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("tp, rollout_tp", [(2, 1), (1, 2), (2, 2)])
 def test_transfer_writes_what_sglang_would_load(ranks, tmp_path, tp, rollout_tp) -> None:
     folders = []
     for family, tied, head_dim in (("llama", False, 24), ("qwen2", True, 16)):

@@ -47,6 +47,8 @@ def model_config(pieces: SentencePieceProcessor) -> LlamaConfig:
         num_key_value_heads=2,
         max_position_embeddings=256,
         rms_norm_eps=1e-6,
+        # Wider than the usual 0.02, which is made for wide models: halves the steps to learn here.
+        initializer_range=0.05,
         rope_theta=10_000.0,
         tie_word_embeddings=False,
         bos_token_id=pieces.bos_id(),

@@ -26,7 +26,7 @@ IGNORED = -100
 class WarmUp:
     """Settings; the seed is not one of them."""
 
-    steps: int = 350
+    steps: int = 300
     batch: int = 48
     lr: float = 4e-3
     betas: tuple[float, float] = (0.9, 0.98)
