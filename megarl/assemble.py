@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megarl.contracts.mesh import Mesh
+from megarl.contracts.records import Prompt
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal
 from megarl.contracts.tokens import Tokens
@@ -24,6 +25,7 @@ from megarl.observe.metrics import MetricsWriter
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
 from megarl.reshard.families import read_spec
+from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement, sglang_placement
 from megarl.reshard.transfer import Resharder
 from megarl.rewards.score import ScoringPool
@@ -60,59 +62,35 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
     Closed in the order that both libraries need: SGLang, megatron's parallel state; the default
     process group is the caller's.
     """
-    folder = recipe.run_folder
+    folder, main = recipe.run_folder, world.is_main
     with ExitStack() as stack:
-        console = stack.enter_context(
-            Console(
-                recipe.observe.console if world.is_main else "off",
-                recipe.run.iterations,
-                title=recipe.run.name,
-            )
-        )
+        mode = recipe.observe.console if main else "off"
+        console = Console(mode, recipe.run.iterations, title=recipe.run.name)
+        stack.enter_context(console)
+        stopwatch = stack.enter_context(Stopwatch(folder / "timeline.json" if main else None))
+        metrics = None
+        if main:
+            metrics = stack.enter_context(MetricsWriter(folder, recipe.observe.tensorboard))
+        journal = Journal(folder / "journal.jsonl" if main else None)
+        stack.callback(journal.close)
         console.stage("load data")
-        spec = read_spec(Path(recipe.model.path))
-        tokens = Tokens.load(Path(recipe.model.path))
-        section = recipe.data
-        train = PromptSet.load(Path(section.train), tokens, section)
-        held_out = ()
-        if section.eval is not None:
-            held_out = PromptSet.load(Path(section.eval), tokens, section).rows
-            held_out = held_out[: recipe.eval.max_prompts]
-        stopwatch = Stopwatch(folder / "timeline.json" if world.is_main else None)
-        stack.callback(stopwatch.close)
+        tokens, train, held_out = _load_data(recipe)
+        _write_facts(recipe, world, folder, train)
+        if train.refusals:
+            told = f"{len(train.refusals)} rows of {recipe.data.train} refused, see data.json"
+            console.note(f"{told}; first {train.refusals[0].where}: {train.refusals[0].why}")
         pool = None
         if world.leads_replica:
             pool = ScoringPool(recipe.reward, tokens)
             stack.callback(pool.close)
         console.stage("build actor")
+        spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)
         actor, reference = _megatron_roles(recipe, world, spec)
         console.stage("start generator")
-        generator = Generator(
-            Path(recipe.model.path),
-            world.mesh,
-            world.rank,
-            recipe.rollout,
-            recipe.seed,
-            world.device,
-        )
+        generator = _generator(recipe, world)
         stack.callback(generator.close)
-        resharder = Resharder(
-            megatron_placement(spec, world.mesh),
-            sglang_placement(spec, world.mesh, world.device.type),
-            actor.named_parameters(),
-            generator.named_parameters(),
-            getattr(torch, recipe.rollout.dtype),
-            recipe.rollout.bucket_bytes,
-            world,
-        )
-        journal = Journal(folder / "journal.jsonl" if world.is_main else None)
-        stack.callback(journal.close)
-        metrics = None
-        if world.is_main:
-            metrics = MetricsWriter(folder, recipe.observe.tensorboard)
-            stack.callback(metrics.close)
-        _write_facts(recipe, world, folder, train)
+        resharder = _resharder(recipe, world, spec, actor, generator)
         run = Run(
             recipe=recipe,
             folder=folder,
@@ -139,28 +117,55 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
         yield run
 
 
-def _megatron_roles(recipe: Recipe, world: World, spec) -> tuple[Actor, Reference | None]:
-    folder, algorithm = Path(recipe.model.path), recipe.algorithm
-    steps = recipe.run.iterations * algorithm.minibatches
-    actor = Actor(
+def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, tuple[Prompt, ...]]:
+    """Tokenizer, training prompts, held-out prompts (none where the recipe names no file)."""
+    section = recipe.data
+    tokens = Tokens.load(Path(recipe.model.path))
+    train = PromptSet.load(Path(section.train), tokens, section)
+    if section.eval is None:
+        return tokens, train, ()
+    held_out = PromptSet.load(Path(section.eval), tokens, section).rows
+    return tokens, train, held_out[: recipe.eval.max_prompts]
+
+
+def _megatron_roles(
+    recipe: Recipe, world: World, spec: ModelSpec
+) -> tuple[Actor, Reference | None]:
+    """The actor, and the reference when a KL term needs it."""
+    steps = recipe.run.iterations * recipe.algorithm.minibatches
+    shared = (
         spec,
-        folder,
+        Path(recipe.model.path),
         world,
         recipe.model,
         recipe.actor,
         recipe.rollout.temperature,
-        steps,
-        recipe.seed,
     )
-    if algorithm.kl.beta == 0.0:
-        return actor, None
-    reference = Reference(
-        spec, folder, world, recipe.model, recipe.actor, recipe.rollout.temperature
+    actor = Actor(*shared, steps, recipe.seed)
+    return actor, Reference(*shared) if recipe.algorithm.kl.beta else None
+
+
+def _generator(recipe: Recipe, world: World) -> Generator:
+    folder = Path(recipe.model.path)
+    return Generator(folder, world.mesh, world.rank, recipe.rollout, recipe.seed, world.device)
+
+
+def _resharder(
+    recipe: Recipe, world: World, spec: ModelSpec, actor: Actor, generator: Generator
+) -> Resharder:
+    return Resharder(
+        megatron_placement(spec, world.mesh),
+        sglang_placement(spec, world.mesh, world.device.type),
+        actor.named_parameters(),
+        generator.named_parameters(),
+        getattr(torch, recipe.rollout.dtype),
+        recipe.rollout.bucket_bytes,
+        world,
     )
-    return actor, reference
 
 
 def _write_facts(recipe: Recipe, world: World, folder: Path, train: PromptSet) -> None:
+    """environment.json and data.json: what this run ran on and with."""
     hosts = world.gather(socket.gethostname())
     if not world.is_main:
         return

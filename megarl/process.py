@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from megarl.observe.logs import captured, fail
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe_reference import help_text
-
-if TYPE_CHECKING:
-    from megarl.run import Run
 
 USAGE = """usage: python -m megarl.train RECIPE [key=value …]
 
@@ -27,8 +23,8 @@ the recipe's number of ranks on this machine: bash launch/grpo.sh RECIPE [key=va
 """
 
 
-def run_process(train: Callable[[Run], None], argv: Sequence[str] | None = None) -> int:
-    """Run `train` on this rank of torchrun's world, or as a world of one."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this rank of torchrun's world, or as a world of one."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE + "\n" + help_text())
@@ -42,7 +38,7 @@ def run_process(train: Callable[[Run], None], argv: Sequence[str] | None = None)
         return 2
     rank = int(os.environ.get("RANK", "0"))
     with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank):
-        _run(recipe, train)
+        _run(recipe)
     return 0
 
 
@@ -65,10 +61,11 @@ def _prepare_folder(recipe: Recipe) -> None:
     open_folder(recipe)
 
 
-def _run(recipe: Recipe, train: Callable[[Run], None]) -> None:
+def _run(recipe: Recipe) -> None:
     import torch
 
-    from megarl.assemble import assembled
+    from megarl.assemble import assembled, mesh_of
+    from megarl.train import train
     from megarl.world import World, process_group
 
     if recipe.world.device == "cuda" and not torch.cuda.is_available():
@@ -82,8 +79,6 @@ def _run(recipe: Recipe, train: Callable[[Run], None]) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with process_group(device.type, recipe.world.timeout_seconds):
-        from megarl.assemble import mesh_of
-
         world = World(mesh_of(recipe), device, recipe.world.timeout_seconds)
         with assembled(recipe, world) as run:
             try:

@@ -34,8 +34,10 @@ from megarl.observe.report import write_report
 from megarl.observe.runfolder import FINISHED_FILE
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
+from megarl.reshard.digest import Digester
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement
+from megarl.reshard.transfer import weight_manifest
 from megarl.rewards.score import ScoringPool
 from megarl.rewards.scorer import component_name
 from megarl.rollout.generator import Generator
@@ -104,19 +106,36 @@ class Run:
         """ACTOR_COMMITTED: the actor's weights become a version, every copy of them compared."""
         with self.stage("commit"):
             self.manifest = self.hybrid.resharder.manifest()
-            self.version = PolicyVersion(
-                run_id=self.recipe.run.name,
-                optimizer_step=self.actor.optimizer_step,
-                update_attempt=0,
-                weight_manifest_hash=self.manifest.hash,
-                tokenizer_hash=self.tokens.hash,
-                model_config_hash=self.spec.config_hash,
-            )
+            self.version = self._version("actor", self.actor.optimizer_step, self.manifest)
             self.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=self.manifest.hash)
-            if self.world.is_main:
-                line = {"id": self.version.id, "iteration": iteration} | asdict(self.version)
-                with open(self.folder / "versions.jsonl", "a", encoding="utf-8") as out:
-                    out.write(json.dumps(line) + "\n")
+            self._record_version(iteration, self.version)
+        if self.reference is not None and self.reference_version is None:
+            self.reference_version = self._version("reference", 0, self._reference_manifest())
+            self._record_version(iteration, self.reference_version)
+
+    def _version(self, role: str, step: int, manifest: WeightManifest) -> PolicyVersion:
+        return PolicyVersion(
+            run_id=self.recipe.run.name,
+            optimizer_step=step,
+            update_attempt=0,
+            weight_manifest_hash=manifest.hash,
+            tokenizer_hash=self.tokens.hash,
+            model_config_hash=self.spec.config_hash,
+            role=role,
+        )
+
+    def _reference_manifest(self) -> WeightManifest:
+        placement = megatron_placement(self.spec, self.world.mesh)
+        dtype = getattr(torch, self.recipe.rollout.dtype)
+        parameters = self.reference.named_parameters()
+        digester = Digester(placement, self.world.rank, parameters, dtype)
+        return weight_manifest(placement, digester, dtype, self.world)
+
+    def _record_version(self, iteration: int, version: PolicyVersion) -> None:
+        if self.world.is_main:
+            line = {"id": version.id, "iteration": iteration} | asdict(version)
+            with open(self.folder / "versions.jsonl", "a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
 
     def check_parity(self, parity: Parity) -> None:
         """Stop, or say so, when trainer and generator disagree beyond the recipe's bounds."""

@@ -94,14 +94,7 @@ class Resharder:
 
         Raises `DriftError` naming tensor and ranks when copies of a part differ.
         """
-        whole = source_digests(self.source, self.source_digester, self.world)
-        kind = str(self.dtype).removeprefix("torch.")
-        return WeightManifest(
-            tuple(
-                TensorEntry(name, tuple(tensor.shape), kind, whole[name])
-                for name, tensor in self.source.tensors.items()
-            )
-        )
+        return weight_manifest(self.source, self.source_digester, self.dtype, self.world)
 
     def transfer(self) -> TransferStats:
         """Write every target parameter of this rank in place; padding stays as it is."""
@@ -190,6 +183,20 @@ def source_digests(source: Placement, digester: Digester, world: World) -> dict[
     if torn:
         raise DriftError(drift_message(source.kind, torn))
     return whole
+
+
+def weight_manifest(
+    placement: Placement, digester: Digester, dtype: torch.dtype, world: World
+) -> WeightManifest:
+    """One model's manifest with digests taken in `dtype`. Collective; raises `DriftError`."""
+    whole = source_digests(placement, digester, world)
+    kind = str(dtype).removeprefix("torch.")
+    return WeightManifest(
+        tuple(
+            TensorEntry(name, tuple(tensor.shape), kind, whole[name])
+            for name, tensor in placement.tensors.items()
+        )
+    )
 
 
 def param_faults(

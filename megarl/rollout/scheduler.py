@@ -166,9 +166,13 @@ def build_scheduler(
 def destroy_scheduler() -> None:
     """Give back SGLang's process groups and global state; the default group stays."""
     parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    # It leaves these two. The next engine of this process would take over the second one, and its
+    # ranks would then count their process groups differently from a rank that has to make it.
+    for name in ("_WORLD", "_SELF_PP"):
+        group = getattr(parallel_state, name)
+        if group is not None:
+            group.destroy()
+            setattr(parallel_state, name, None)
     reset_context()
 
 

@@ -14,7 +14,8 @@ import torch
 
 from megarl.contracts.samples import End, EndReason
 from tests.rollout import engines, tiny
-from tests.rollout.engines import BOUND, on_one_rank, on_two_ranks
+from tests.rollout.engines import on_one_rank, on_two_ranks
+from tests.rollout.oracle import BOUND
 
 
 def _sampler_log_probs(logits: list[float], temperature: float) -> np.ndarray:

@@ -132,8 +132,15 @@ def test_reward_rises(data: Path, tmp_path: Path) -> None:
         "rollout.prompts_per_iteration": 16,
         "actor.lr": 2e-3,
         "data.eval": "null",
+        "algorithm.kl.beta": 0.001,
     }
     learned = launch("learn", settings(data, tmp_path, **overrides), tmp_path)
     assert learned.code == 0, learned.output + learned.logs()
     rewards = [row["reward/mean"] for row in learned.rows]
     assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3, rewards
+    # A reference is loaded for the KL term: the model it started from, under a version of its own.
+    assert learned.rows[-1]["policy/kl"] > learned.rows[0]["policy/kl"] > 0
+    versions = read_lines(learned.folder / "versions.jsonl")
+    (reference,) = [version for version in versions if version["role"] == "reference"]
+    assert reference["weight_manifest_hash"] == versions[0]["weight_manifest_hash"]
+    assert reference["id"] != versions[0]["id"]

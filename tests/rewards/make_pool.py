@@ -69,3 +69,11 @@ def score(pool: ScoringPool, texts: Sequence[str], **keys: Any) -> list[RewardRe
 
 def child_processes() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def is_running(pid: int) -> bool:
+    """False also for a zombie: it runs no more, and only its parent can remove it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

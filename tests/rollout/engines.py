@@ -22,10 +22,9 @@ from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import Sample
 from megarl.rollout.requests import Request, assign_replicas, request_seed
 from tests.rollout import tiny
+from tests.rollout.oracle import gap, hf_log_probs, own
 
 CPU = torch.device("cpu")
-BOUND = 1e-4
-"""Largest |engine − HF| log-prob in fp32, and margin under which two draws may differ."""
 
 
 def grid(prompts: int = 6, candidates: int = 4, iteration: int = 0) -> list[Request]:
@@ -57,35 +56,6 @@ def build(folder: str, tp: int = 1, active: int | None = 0, **section: Any) -> A
     if active is not None:
         generator.activate(tiny.version(active))
     return generator
-
-
-def hf_log_probs(
-    folder: str, samples: list[Sample], temperature: float, dtype: torch.dtype = torch.float64
-) -> list[np.ndarray]:
-    """[len(response), V] rows of the HF model's log-softmax, per sample; float64 is the oracle."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    rows = []
-    with torch.no_grad():
-        for sample in samples:
-            ids = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)
-            logits = model(torch.from_numpy(ids)[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
-            rows.append(torch.log_softmax(logits.double() / temperature, dim=-1).numpy())
-    return rows
-
-
-def own(rows: list[np.ndarray], samples: list[Sample]) -> np.ndarray:
-    """Log-probs of the samples' own ids, all samples in a row."""
-    return np.concatenate(
-        [row[np.arange(len(row)), s.response_ids] for row, s in zip(rows, samples, strict=True)]
-    )
-
-
-def gap(folder: str, samples: list[Sample], temperature: float) -> float:
-    """Largest |engine − HF| log-prob over the samples' own ids."""
-    told = np.concatenate([sample.rollout_log_probs for sample in samples])
-    return float(np.abs(own(hf_log_probs(folder, samples, temperature), samples) - told).max())
 
 
 def failure(function: Any, *arguments: Any, **keywords: Any) -> str:
@@ -304,6 +274,7 @@ def two_ranks(folder: str, tp: int, unaligned: str) -> dict[str, Any]:
         found[f"gap {temperature}"] = gap(folder, samples, temperature)
     total = torch.ones(1)
     generator.close()
+    found["groups left"] = len(dist.distributed_c10d._world.pg_map) - 1
     if tp > 1:
         found["unaligned"] = failure(build, unaligned, tp=tp)
     dist.all_reduce(total)  # the default group outlives the engine
@@ -342,21 +313,3 @@ def on_one_rank(ranks: Any, layout: str) -> dict[str, Any]:
 @functools.cache
 def on_two_ranks(ranks: Any, layout: str, tp: int) -> list[dict[str, Any]]:
     return ranks.run(2, two_ranks, folder(layout), tp, folder(layout, ffn=80))
-
-
-def first_difference(ours: Sample, theirs: Sample) -> int | None:
-    """Position of the first differing id, or None."""
-    assert (ours.draw_index, ours.candidate) == (theirs.draw_index, theirs.candidate)
-    short = min(len(ours.response_ids), len(theirs.response_ids))
-    differ = np.flatnonzero(ours.response_ids[:short] != theirs.response_ids[:short])
-    return int(differ[0]) if len(differ) else None
-
-
-def seeded_margin(folder: str, sample: Sample, other_id: int, position: int) -> float:
-    """How much the seeded race was won by, in nats, between a sample's id and another's."""
-    from megarl.platforms.sglang_patches import seeded_scores
-
-    row = hf_log_probs(folder, [sample], 1.0)[0][position]
-    where = torch.tensor([len(sample.prompt_ids) + position - 1])
-    scores = seeded_scores(torch.from_numpy(row)[None], torch.tensor([sample.seed]), where)[0]
-    return abs(float(torch.log(scores[sample.response_ids[position]] / scores[other_id])))

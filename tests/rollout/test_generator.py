@@ -11,23 +11,13 @@ import pytest
 
 from megarl.contracts.samples import EndReason, Samples
 from tests.rollout import engines, tiny
-from tests.rollout.engines import BOUND, on_one_rank, on_two_ranks
+from tests.rollout.engines import on_one_rank, on_two_ranks
+from tests.rollout.oracle import BOUND, assert_same_draws, first_difference, seeded_margin
 
 pytestmark = pytest.mark.dist
 LAYOUTS = ["llama", "qwen2"]
 FAIR = 6.0
 """Standard deviations that a chi-square statistic may lie above its mean."""
-
-
-def assert_same_draws(folder: str, ours: list, theirs: list) -> None:
-    """Same ids, or a first difference whose seeded race was undecided by rounding."""
-    for a, b in zip(ours, theirs, strict=True):
-        where = engines.first_difference(a, b)
-        if where is None:
-            assert len(a.response_ids) == len(b.response_ids) or a.end_reason != b.end_reason
-        else:
-            margin = engines.seeded_margin(folder, a, int(b.response_ids[where]), where)
-            assert margin < BOUND, (a.draw_index, a.candidate, where, margin)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,11 +50,11 @@ def test_a_retracted_request_goes_on_with_its_draws(ranks, layout: str):
     found = on_one_rank(ranks, layout)
     pressed = [s for s in found["pressed"] if s.candidate < 4]
     for sample, calm in zip(pressed, found["cold"], strict=True):
-        where = engines.first_difference(sample, calm)
+        where = first_difference(sample, calm)
         if where is not None:
             other = int(sample.response_ids[where])
             folder = engines.folder(layout, seed=1)
-            assert engines.seeded_margin(folder, calm, other, where) < BOUND
+            assert seeded_margin(folder, calm, other, where) < BOUND
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -174,7 +164,7 @@ def test_two_ranks_draw_what_one_rank_draws(ranks, tp: int, temperature: float):
         assert_same_draws(
             engines.folder("qwen2"), [alone[row] for row in found["rows"]], found[temperature]
         )
-        assert found["ranks after close"] == 2
+        assert found["groups left"] == 0 and found["ranks after close"] == 2
     rows = [found["rows"] for found in shown]
     if tp == 1:
         assert sorted(rows[0] + rows[1]) == list(range(len(alone))) and all(rows)
