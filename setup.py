@@ -14,7 +14,6 @@ from setuptools import find_packages, setup
 DIRECT = [
     "blake3>=1.0",
     "numpy>=1.26",
-    "pebble>=5.0",
     "pydantic>=2.10",
     "rich>=13",
     "ruamel.yaml>=0.18",
@@ -78,7 +77,6 @@ orjson==3.13.0
 packaging==26.4
 parso==0.8.7
 partial-json-parser==0.2.1.1.post7
-Pebble==5.2.3
 pexpect==4.9.0
 pillow==13.0.0
 prompt_toolkit==3.0.53

@@ -27,7 +27,7 @@ megarl_find_python() {
     missing="$("$python" - <<'PYTHON'
 from importlib.util import find_spec
 
-modules = "torch megatron sglang transformers pydantic ruamel blake3 pebble".split()
+modules = "torch megatron sglang transformers pydantic ruamel blake3".split()
 print(", ".join(name for name in modules if find_spec(name) is None))
 PYTHON
     )" || megarl_fail "$python does not run; set MEGARL_PYTHON, or run \`make venv\`"

@@ -56,7 +56,8 @@ def evaluate(
         samples = rollout(world, generator, requests, contract, version, grading)
         records = grading.collect()
         grading.check_failures(world, max_error_share)
-        scored = [record for record in records if record.status is RewardStatus.OK]
+        # A declared penalty is a total without components: not scored, as far as accuracy goes.
+        scored = [r for r in records if r.status is RewardStatus.OK and metric in r.components]
         values = [record.components[metric] for record in scored]
         counts = world.totals(
             {

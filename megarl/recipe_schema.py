@@ -195,7 +195,7 @@ class RewardSection(Section):
         description="List of `{name, weight, …options}`; the reward is the weighted sum, "
         "accuracy in evaluations is the first one's score."
     )
-    workers: Positive = Field(2, description="Scoring processes.")
+    workers: Positive = Field(1, description="Scoring processes of each generator replica.")
     deadline_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="Time one sample may take before its worker is killed."
     )

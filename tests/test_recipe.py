@@ -426,7 +426,7 @@ def test_hash_is_the_recorded_one(recipe_file: Path) -> None:
     # Fails when a key or default changes: then every recorded hash changes too, on purpose.
     assert (
         load_recipe(recipe_file).hash
-        == "sha256:2e5fc5dd5c7e8bc38e1f408da34ffcd0078094ea1871831b4bd45a7ecc1985a6"
+        == "sha256:32c52c138f2f0e4593d4cf3cefa812562a8612c0b3f6113ba588b517736d8350"
     )
 
 

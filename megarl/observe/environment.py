@@ -32,7 +32,6 @@ PACKAGES = (
     "pydantic",
     "ruamel.yaml",
     "blake3",
-    "pebble",
     "protobuf",
     "tensorboard",
     "rich",

@@ -23,7 +23,7 @@ LIMIT = 12
 
 
 def test_ids_and_text_are_no_round_trip_so_prompts_are_encoded_once_and_whole(tmp_path):
-    """F26: two responses with one text are two id lists; a text encoded in parts is another one."""
+    """Two responses with one text are two id lists; a text encoded in parts is another one."""
     tokens = Tokens.load(character_folder(tmp_path / "merge"))
     apart, merged = (*tokens.encode("a"), *tokens.encode("b")), tokens.encode("ab")
     assert tokens.decode(apart) == tokens.decode(merged) == "ab" and len(apart) == 2
@@ -35,7 +35,7 @@ def test_ids_and_text_are_no_round_trip_so_prompts_are_encoded_once_and_whole(tm
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path):
-    """F42: every reason named and counted, the limit measured after the template, order kept."""
+    """Every reason named and counted, the limit measured after the template, order kept."""
     tokens = Tokens.load(character_folder(tmp_path / "model", TEMPLATE))
     fits, too_long = "x" * (LIMIT - 4), "x" * (LIMIT - 3)
     assert len(tokens.render(fits)) == LIMIT and len(tokens.render(too_long)) == LIMIT + 1
@@ -69,7 +69,7 @@ def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path)
 @pytest.mark.parametrize("in_template", [True, False])
 @pytest.mark.parametrize("by_tokenizer", [True, False])
 def test_exactly_one_beginning_of_sequence(tmp_path, in_template, by_tokenizer):
-    """F43: one BOS when template or tokenizer has one, none otherwise; the assistant's header ends
+    """One BOS when template or tokenizer has one, none otherwise; the assistant's header ends
     the prompt; plain text follows the tokenizer's own rule."""
     template = "{{ bos_token }}" * in_template + TEMPLATE
     tokens = Tokens.load(character_folder(tmp_path, template, adds_bos=by_tokenizer))
@@ -82,7 +82,7 @@ def test_exactly_one_beginning_of_sequence(tmp_path, in_template, by_tokenizer):
 
 
 def test_a_tokenizer_without_a_beginning_of_sequence_gets_none(tmp_path):
-    """F43: nothing is invented."""
+    """Nothing is invented."""
     tokens = Tokens.load(character_folder(tmp_path, TEMPLATE, bos=False))
     assert tokens.render("hi") == tokens.encode("<hi>A:")
 
@@ -98,7 +98,7 @@ def _ten_prompts(folder: Path, answer: str = "1") -> PromptSet:
 
 
 def test_a_resumed_run_draws_what_an_uninterrupted_one_would(tmp_path):
-    """F44: 10 prompts, 2 a step, stopped after step 2: union 0…9 once each, same order, and the
+    """10 prompts, 2 a step, stopped after step 2: union 0…9 once each, same order, and the
     second epoch's shuffle too; other data, seed or size is refused."""
     prompts = _ten_prompts(tmp_path / "a")
     whole = PromptCursor(prompts, seed=3, per_iteration=2)
@@ -123,7 +123,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_would(tmp_path):
 
 
 def test_ids_the_tokenizer_does_not_know_are_known_as_such(tmp_path):
-    """F31: a model may have more rows than the tokenizer has pieces; such ids can be sampled."""
+    """A model may have more rows than the tokenizer has pieces; such ids can be sampled."""
     folder = character_folder(tmp_path)
     size = Tokens.load(folder).vocab_size
     config = json.loads((folder / "config.json").read_text())

@@ -18,7 +18,7 @@ from tests.rewards.make_pool import GRADERS, child_processes, score, scoring
 
 
 def test_a_crashing_verifier_is_an_error_never_a_0_and_enough_of_them_stop_the_run():
-    """F38: timers off the main thread raise ValueError; scorers themselves run in a main thread."""
+    """Timers off the main thread raise ValueError; scorers themselves run in a main thread."""
     with scoring(f"{GRADERS}:alarmed") as pool:
         assert [record.total for record in score(pool, ["x"])] == [1.0]
     with scoring(f"{GRADERS}:alarmed_in_a_thread", max_error_share=0.5) as pool:
@@ -32,7 +32,7 @@ def test_a_crashing_verifier_is_an_error_never_a_0_and_enough_of_them_stop_the_r
 
 
 def test_a_hung_grader_costs_its_deadline_and_no_more():
-    """F39: limit 2 s, a pool of 2, 10 samples of which 4 never return: about 2 s × ⌈4/2⌉ in all,
+    """Limit 2 s, a pool of 2, 10 samples of which 4 never return: about 2 s × ⌈4/2⌉ in all,
     the others scored, the pool serves on, and no process is left."""
     before = child_processes()
     deadline, bad = 2.0, {0: "sleep 3600", 1: "tower", 4: "tower", 9: "sleep 3600"}
@@ -54,7 +54,7 @@ def test_a_hung_grader_costs_its_deadline_and_no_more():
 
 
 def test_saying_nothing_wins_nothing():
-    """F41: gold "golden retriever", answer "": 0; without a gold answer, an error."""
+    """Gold "golden retriever", answer "": 0; without a gold answer, an error."""
     scorer = exact.make()
 
     def total(text: str, gold: str) -> float:

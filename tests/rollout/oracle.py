@@ -48,22 +48,26 @@ def first_difference(ours: Sample, theirs: Sample) -> int | None:
     return int(differ[0]) if len(differ) else None
 
 
-def seeded_margin(folder: str, sample: Sample, other_id: int, position: int) -> float:
+def seeded_margin(
+    folder: str, sample: Sample, other_id: int, position: int, temperature: float = 1.0
+) -> float:
     """How much the seeded race was won by, in nats, between a sample's id and another's."""
     from megarl.platforms.sglang_patches import seeded_scores
 
-    row = hf_log_probs(folder, [sample], 1.0)[0][position]
+    row = hf_log_probs(folder, [sample], temperature)[0][position]
     where = torch.tensor([len(sample.prompt_ids) + position - 1])
     scores = seeded_scores(torch.from_numpy(row)[None], torch.tensor([sample.seed]), where)[0]
     return abs(float(torch.log(scores[sample.response_ids[position]] / scores[other_id])))
 
 
-def assert_same_draws(folder: str, ours: list, theirs: list) -> None:
+def assert_same_draws(
+    folder: str, ours: list[Sample], theirs: list[Sample], temperature: float = 1.0
+) -> None:
     """Same ids, or a first difference whose seeded race was undecided by rounding."""
     for a, b in zip(ours, theirs, strict=True):
         where = first_difference(a, b)
         if where is None:
-            assert len(a.response_ids) == len(b.response_ids) or a.end_reason != b.end_reason
+            assert len(a.response_ids) == len(b.response_ids)
         else:
-            margin = seeded_margin(folder, a, int(b.response_ids[where]), where)
+            margin = seeded_margin(folder, a, int(b.response_ids[where]), where, temperature)
             assert margin < BOUND, (a.draw_index, a.candidate, where, margin)

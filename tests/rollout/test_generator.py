@@ -39,8 +39,8 @@ def test_log_probs_hold_with_prefix_hits_and_retracted_requests(ranks, layout: s
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_seed_draws_the_same_alone_and_in_any_batch(ranks, layout: str, temperature: float):
     found, folder = on_one_rank(ranks, layout)[temperature], engines.folder(layout)
-    assert_same_draws(folder, found["batch"][::5], found["single"])
-    assert_same_draws(folder, found["batch"], found["backwards"])
+    assert_same_draws(folder, found["batch"][::5], found["single"], temperature)
+    assert_same_draws(folder, found["batch"], found["backwards"], temperature)
     texts = {tuple(sample.response_ids) for sample in found["batch"]}
     assert len(texts) == len(found["batch"])  # and other seeds draw otherwise
 
@@ -161,9 +161,8 @@ def test_two_ranks_draw_what_one_rank_draws(ranks, tp: int, temperature: float):
     shown = on_two_ranks(ranks, "qwen2", tp)
     for found in shown:
         assert found[f"gap {temperature}"] <= BOUND
-        assert_same_draws(
-            engines.folder("qwen2"), [alone[row] for row in found["rows"]], found[temperature]
-        )
+        mine = [alone[row] for row in found["rows"]]
+        assert_same_draws(engines.folder("qwen2"), mine, found[temperature], temperature)
         assert found["groups left"] == 0 and found["ranks after close"] == 2
     rows = [found["rows"] for found in shown]
     if tp == 1:
