@@ -72,7 +72,7 @@ def test_no_samples_give_one_empty_pack_per_rank() -> None:
 def test_an_update_plan_names_owners_and_local_rows() -> None:
     lengths = np.array([5, 9, 5, 9, 5, 9, 3, 3])
     plan = plan_update(lengths, [np.array([0, 1, 2, 3]), np.array([], int), np.array([7, 5])], 2, 9)
-    assert (plan.owner[[4, 6]] == -1).all() and plan.trained.sum() == 6
+    assert (plan.owner[[4, 6]] == -1).all() and plan.packed.sum() == 6
     for dp_index in range(2):
         own = np.flatnonzero(plan.owner == dp_index)
         local = plan.local_packs(dp_index)
