@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 
-SGLANG_VERSION = "0.5.21"
+from megarl import SGLANG_INSTALL, SGLANG_VERSION
 
 
 def require_sglang() -> None:
@@ -18,13 +18,12 @@ def require_sglang() -> None:
     Its scheduler is driven from inside the rank through internals that change between releases,
     so any other version is refused.
     """
-    install = f"pip install --no-deps sglang=={SGLANG_VERSION}"
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"sglang is not installed: {install}") from None
+        raise ImportError(f"sglang is not installed: {SGLANG_INSTALL}") from None
     if found != SGLANG_VERSION:
-        raise ImportError(f"sglang {found} is installed, megarl drives {SGLANG_VERSION}: {install}")
+        raise ImportError(f"sglang {found} is installed, megarl drives {SGLANG_VERSION}: {SGLANG_INSTALL}")
 
 
 def prepare_sglang() -> None:
