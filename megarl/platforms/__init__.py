@@ -23,7 +23,9 @@ def require_sglang() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(f"sglang is not installed: {SGLANG_INSTALL}") from None
     if found != SGLANG_VERSION:
-        raise ImportError(f"sglang {found} is installed, megarl drives {SGLANG_VERSION}: {SGLANG_INSTALL}")
+        raise ImportError(
+            f"sglang {found} is installed, megarl drives {SGLANG_VERSION}: {SGLANG_INSTALL}"
+        )
 
 
 def prepare_sglang() -> None:
