@@ -26,7 +26,7 @@ class Mesh:
         if self.world % (self.tp * self.pp):
             raise ValueError(
                 f"{self.world} ranks do not divide by tp={self.tp} × pp={self.pp}; "
-                "change the number of ranks or actor.tp"
+                "change the number of ranks, actor.tp or actor.pp"
             )
         if self.world % self.rollout_tp:
             raise ValueError(

@@ -45,7 +45,8 @@ class Pack(_OnDevice):
     """Packed sequences of one forward.
 
     A pack without samples holds one dummy token (id 0, `cu_seqlens` [0, 1]) and A = 0: its rank
-    runs the same forward as its peers and adds nothing.
+    runs the same forward as its peers and adds nothing. A padded pack (`pad_pack`) ends with dummy
+    sequences, which have no row and no response token; `cu_seqlens` tells them too.
     """
 
     rows: Tensor  # int64 [n], rows of this rank's Samples, ascending
@@ -287,6 +288,30 @@ def _dummy_pack() -> Pack:
 
 def _tensor(values: Any, dtype: type = np.int64) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=dtype))
+
+
+def pad_pack(pack: Pack, length: int) -> Pack:
+    """`pack` with dummy sequences (id 0) behind its own, so that T is `length`.
+
+    Nothing scored is theirs, so they add exactly 0 to every loss and gradient. None is longer than
+    the pack's longest sequence: attention pays for padding as it does for tokens. Raises
+    `ValueError` when the pack is longer than `length`.
+    """
+    missing = length - len(pack.token_ids_T)
+    if missing < 0:
+        raise ValueError(f"a pack of {len(pack.token_ids_T)} tokens does not fit into {length}")
+    if missing == 0:
+        return pack
+    offset = torch.arange(missing, device=pack.token_ids_T.device)
+    starts = torch.arange(0, missing, pack.max_length, device=pack.cu_seqlens.device)
+    first = pack.cu_seqlens[-1]
+    ends = torch.cat([first + starts[1:], first[None] + missing])
+    return replace(
+        pack,
+        token_ids_T=torch.cat([pack.token_ids_T, torch.zeros_like(offset)]),
+        positions_T=torch.cat([pack.positions_T, offset % pack.max_length]),
+        cu_seqlens=torch.cat([pack.cu_seqlens, ends.to(torch.int32)]),
+    )
 
 
 def restore(packs: Sequence[Pack], values: Sequence[Tensor]) -> np.ndarray:

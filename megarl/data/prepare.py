@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.contracts.samples import Samples
-from megarl.data.packing import Pack, build_pack, restore
+from megarl.data.packing import Pack, build_pack, pad_pack, restore
 from megarl.world import World
 
 
@@ -46,11 +46,20 @@ def prepare(
     actor: Scorer,
     reference: Scorer | None,
     device: torch.device,
+    *,
+    one_length: bool = False,
 ) -> Prepared:
     """Collective over each data-parallel part. `samples` are this rank's rows in canonical order,
     `pack_rows[minibatch][pack]` rows of them. The reference is skipped when nothing needs it.
+
+    With `one_length` all packs are padded to the longest of them: pipeline stages exchange hidden
+    states of one shape. It is decided here, once, so that log-probs and updates share their bits.
     """
-    packs = [[build_pack(samples, rows).to(device) for rows in part] for part in pack_rows]
+    packs = [[build_pack(samples, rows) for rows in part] for part in pack_rows]
+    if one_length:
+        longest = max(len(pack.token_ids_T) for part in packs for pack in part)
+        packs = [[pad_pack(pack, longest) for pack in part] for part in packs]
+    packs = [[pack.to(device) for pack in part] for part in packs]
     flat = [pack for part in packs for pack in part]
     old = restore(flat, [scores.log_probs_A for scores in actor.log_probs(flat)])
     ref = None

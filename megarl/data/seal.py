@@ -59,7 +59,7 @@ def seal(
         expected = by_owner.setdefault(world.mesh.dp_index(rank), part)
         if part != expected:
             raise Disagreement(
-                f"rank {rank} holds other facts than its tensor-parallel peers: {part} against "
+                f"rank {rank} holds other facts than the other owners of its part: {part} against "
                 f"{expected}; they must score the same tokens with the same weights"
             )
     manifest = {

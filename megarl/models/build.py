@@ -1,7 +1,10 @@
 """From the numbers of an HF model to this rank's shard of a megatron-core GPT, weights loaded.
 
 Parallel layout: megatron's default order, tensor parallel innermost (`contracts/mesh.py`).
-Dense decoders only (RMSNorm, rotary embedding, SwiGLU, grouped queries), one pipeline stage.
+Dense decoders only (RMSNorm, rotary embedding, SwiGLU, grouped queries). A pipeline has stages of
+equal depth: the first one holds the embedding, the last one the final norm and the output layer,
+which in a tied model is a second copy of the embedding. Both copies are loaded from the file, get
+the sum of both gradients and take the same steps.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from megarl.models.packed import (
     pack_sequences,
 )
 from megarl.platforms import megatron_patches
+from megarl.platforms.megatron_patches import cpu_mode
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement
 
@@ -40,17 +44,16 @@ from megarl.reshard.layout import megatron_placement
 def initialize_mesh(mesh: Mesh, timeout: float = 1800.0) -> None:
     """Megatron's process groups for `mesh`; called again with the same mesh it does nothing.
 
-    Collective. `timeout` in seconds bounds megatron's collectives. Raises `ValueError` for a
-    pipeline, which is not offered, and `RuntimeError` when another mesh is initialised: all roles
-    of a process share one layout, for megatron's parallel state is global.
+    Collective. `timeout` in seconds bounds megatron's collectives. Raises `RuntimeError` when
+    another mesh is initialised: all roles of a process share one layout, for megatron's parallel
+    state is global.
     """
-    if mesh.pp != 1:
-        raise ValueError(f"actor.pp={mesh.pp} is not offered yet; set actor.pp: 1")
     megatron_patches.install()
     if parallel_state.model_parallel_is_initialized():
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        if (tp, parallel_state.get_data_parallel_world_size()) != (mesh.tp, mesh.dp):
-            raise RuntimeError(f"megatron is initialised with tp={tp}, not with {mesh}")
+        pp = parallel_state.get_pipeline_model_parallel_world_size()
+        if (tp, pp, parallel_state.get_data_parallel_world_size()) != (mesh.tp, mesh.pp, mesh.dp):
+            raise RuntimeError(f"megatron is initialised with tp={tp}, pp={pp}, not with {mesh}")
         return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
@@ -66,9 +69,17 @@ def destroy_mesh() -> None:
 
 
 def transformer_config(
-    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device, recompute: str
 ) -> TransformerConfig:
-    """Megatron's config of `spec`. No dropout and no fusion: a forward is a pure function."""
+    """Megatron's config of `spec`. No dropout and no fusion: a forward is a pure function.
+
+    `recompute`: the recipe's `actor.recompute`, none or full; in effect in training mode only.
+    """
+    recomputing = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -88,6 +99,7 @@ def transformer_config(
         pipeline_model_parallel_size=mesh.pp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        batch_p2p_sync=device.type == "cuda",
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
@@ -100,6 +112,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **(recomputing if recompute == "full" else {}),
     )
 
 
@@ -125,16 +138,25 @@ def _mark_shards(model: nn.Module) -> None:
 
 
 class PackedGPT(GPTModel):
-    """GPT on packed sequences. `forward` stops at the last hidden states: only the positions that
-    predict a response token go through the output layer (`logprobs.py`).
+    """One stage of a GPT on packed sequences. `forward` stops at hidden states: only the positions
+    that predict a response token go through the output layer (`logprobs.py`).
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device):
-        config = transformer_config(spec, mesh, dtype, device)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute: str = "none",
+    ) -> None:
+        config = transformer_config(spec, mesh, dtype, device, recompute)
         rows = 128 * mesh.tp
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(spec.layers),
+            transformer_layer_spec=_layers(spec.layers // mesh.pp),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             vocab_size=math.ceil(spec.vocab / rows) * rows,
             max_sequence_length=spec.max_positions,
             position_embedding_type="none",  # rotary embedding is PackedAttention's
@@ -150,35 +172,47 @@ class PackedGPT(GPTModel):
         return pack_sequences(cu_seqlens, positions_T, self.inv_freq, self.dtype)
 
     def forward(self, token_ids_T: Tensor, sequences: PackedSequences) -> Tensor:
-        """Hidden states [T, H] after the final norm, in the model's dtype, on every TP rank."""
-        embedded = self.embedding(input_ids=token_ids_T[None], position_ids=None)
-        # [T, 1, H] comes with the strides of a transpose; with plain ones every layer's product is
-        # one matrix product and not a batch of T.
-        embedded = embedded.squeeze(1).unsqueeze(1)
-        hidden = self.decoder(
+        """Hidden states [T, 1, H] in the model's dtype, on every TP rank: after the last stage's
+        final norm, or for the next stage. A later stage starts from `set_input_tensor`'s.
+        """
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=token_ids_T[None], position_ids=None)
+            # [T, 1, H] comes with the strides of a transpose; with plain ones every layer's
+            # product is one matrix product and not a batch of T.
+            embedded = embedded.squeeze(1).unsqueeze(1)
+        return self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )
-        return hidden.squeeze(1)
 
     @property
     def output_weight(self) -> Tensor:
-        """[V/tp, H]: this rank's rows of the output layer, or of the embedding if tied."""
+        """[V/tp, H]: this rank's rows of the output layer, or of the embedding if tied; on the
+        last stage.
+        """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 def build_model(
-    spec: ModelSpec, folder: Path, mesh: Mesh, rank: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    folder: Path,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: str = "none",
 ) -> PackedGPT:
     """This rank's shard with the weights of the HF checkpoint in `folder`, cast to `dtype`.
 
-    Padding rows of the vocabulary are zero and stay so. `initialize_mesh` must have run. Raises
-    what `megatron_placement` and `load_shards` raise, and `RuntimeError` naming the parameter when
-    a loaded weight is not finite.
+    Padding rows of the vocabulary are zero and stay so. `initialize_mesh` must have run. Collective
+    over the embedding group of a tied pipeline. Raises what `megatron_placement` and `load_shards`
+    raise, and `RuntimeError` naming the parameter when a loaded weight is not finite.
     """
     placement = megatron_placement(spec, mesh)
-    model = PackedGPT(spec, mesh, dtype, device)
+    with cpu_mode():
+        model = PackedGPT(spec, mesh, dtype, device, recompute)
     params = dict(model.named_parameters())
     with torch.no_grad():
         for param in params.values():

@@ -12,7 +12,8 @@ from torch import Tensor
 from megarl.data.packing import MicroBatch, Pack
 from megarl.models.build import PackedGPT, build_model, initialize_mesh
 from megarl.models.logprobs import TokenScores, token_scores
-from megarl.models.step import StepResult, Trainer
+from megarl.models.pipeline import from_last_stage, run_packs
+from megarl.models.step import LossPart, StepResult, Trainer
 from megarl.reshard.families.spec import ModelSpec
 from megarl.world import World
 
@@ -45,27 +46,33 @@ class _Scorer:
         self.temperature = temperature
         self.chunk = actor_section.logprob_chunk_tokens
         self.model: PackedGPT = build_model(
-            spec, folder, world.mesh, world.rank, DTYPES[model_section.dtype], world.device
+            spec,
+            folder,
+            world.mesh,
+            world.rank,
+            DTYPES[model_section.dtype],
+            world.device,
+            actor_section.recompute,
         )
 
     def named_parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters under megatron's names; written in place by steps."""
         return dict(self.model.named_parameters())
 
-    def scores(self, pack: Pack) -> TokenScores:
-        """Scores of the pack's response tokens, [A]; with a gradient where grad is enabled.
+    def _check_ids(self, packs: Sequence[Pack]) -> None:
+        """Raises `ValueError` for a token id that the model does not have."""
+        for pack in packs:
+            largest = int(pack.token_ids_T.max())
+            if largest >= self.spec.vocab or int(pack.token_ids_T.min()) < 0:
+                raise ValueError(
+                    f"a pack holds token id {largest}, the model has {self.spec.vocab}: "
+                    "tokenizer and model do not belong together"
+                )
 
-        Collective over the tensor-parallel group, whose ranks hold the same pack. Raises
-        `ValueError` for a token id that the model does not have.
+    def _scores(self, hidden_TH: Tensor, pack: Pack) -> TokenScores:
+        """Scores of the pack's response tokens, [A], from the last stage's hidden states; with a
+        gradient where grad is enabled. Collective over the tensor-parallel group.
         """
-        largest = int(pack.token_ids_T.max())
-        if largest >= self.spec.vocab or int(pack.token_ids_T.min()) < 0:
-            raise ValueError(
-                f"a pack holds token id {largest}, the model has {self.spec.vocab}: "
-                "tokenizer and model do not belong together"
-            )
-        sequences = self.model.sequences(pack.cu_seqlens, pack.positions_T)
-        hidden_TH = self.model(pack.token_ids_T, sequences)
         return token_scores(
             hidden_TH.index_select(0, pack.predictor_A),
             self.model.output_weight,
@@ -79,10 +86,31 @@ class _Scorer:
     @torch.no_grad()
     def log_probs(self, packs: Sequence[Pack]) -> list[TokenScores]:
         """Scores per pack, in eval mode and without grad, bit for bit those of an update's forward
-        on the same packs and weights. Collective over the tensor-parallel group.
+        on the same packs and weights; the same on every rank that holds the packs.
+
+        Collective over the tensor- and pipeline-parallel groups. Raises `ValueError` for a token id
+        that the model does not have, and for packs of several lengths in a pipeline.
         """
+        self._check_ids(packs)
         self.model.eval()
-        return [self.scores(pack) for pack in packs]
+
+        def finish(hidden_TH: Tensor, number: int) -> tuple[Tensor, TokenScores]:
+            scores = self._scores(hidden_TH, packs[number])
+            return scores.log_probs_A, scores
+
+        scores = run_packs(self.model, packs, finish, learn=False)
+        return scores if self.world.mesh.pp == 1 else self._on_every_stage(packs, scores)
+
+    def _on_every_stage(
+        self, packs: Sequence[Pack], scores: Sequence[TokenScores]
+    ) -> list[TokenScores]:
+        """The last stage's scores, one broadcast for all packs."""
+        none = torch.zeros(0, device=self.world.device)
+        log_probs = torch.cat([none, *(part.log_probs_A for part in scores)])
+        entropy = torch.cat([none, *(part.entropy_A for part in scores)])
+        counts = [len(pack.target_A) for pack in packs]
+        shared = from_last_stage([log_probs, entropy], sum(counts), self.world.device)
+        return [TokenScores(*part) for part in shared.split(counts, dim=1)]
 
 
 class Actor(_Scorer):
@@ -114,8 +142,17 @@ class Actor(_Scorer):
 
         Collective over all ranks, each with its own packs and the same number of them.
         """
+        packs = [batch.pack for batch in micro_batches]
+        self._check_ids(packs)
+
+        def finish(hidden_TH: Tensor, number: int) -> tuple[Tensor, LossPart]:
+            batch = micro_batches[number]
+            value, sums = loss(self._scores(hidden_TH, batch.pack), batch)
+            told = {name: torch.as_tensor(part).detach() for name, part in sums.items()}
+            return value, (value.detach(), told)
+
         return self.trainer.update(
-            micro_batches, lambda batch: loss(self.scores(batch.pack), batch)
+            micro_batches, lambda: run_packs(self.model, packs, finish, learn=True)
         )
 
     def synchronize_masters(self) -> None:

@@ -1,8 +1,8 @@
 """One optimizer step: gradients summed over micro-batches and data-parallel ranks, agreed, taken.
 
 Losses carry global denominators (Σ weights · loss over all packs of all ranks is *the* loss), so
-gradients are summed everywhere and averaged nowhere: megarl drives forward and backward itself,
-without the schedule's division by the number of micro-batches, and megatron's DDP scales by 1
+gradients are summed everywhere and averaged nowhere: `pipeline.py` runs forward and backward
+without dividing by the number of micro-batches, and megatron's DDP scales by 1
 (`calculate_per_token_loss`). The optimizer is megatron's: AdamW, fp32 masters and gradients,
 sharded over data-parallel ranks when `distributed_optimizer` is on. Weight decay leaves out biases
 and one-dimensional parameters (norms), as megatron does.
@@ -35,8 +35,12 @@ from megarl.models.schedule import learning_rate
 from megarl.platforms.megatron_patches import cpu_mode
 from megarl.world import World
 
-Forward = Callable[[MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""A micro-batch → its part of the loss (a scalar with a gradient) and sums to report."""
+LossPart = tuple[Tensor, Mapping[str, Tensor]]
+"""A micro-batch's part of the loss and sums to report, both without a gradient."""
+
+Learn = Callable[[], Sequence[LossPart]]
+"""Forward and backward of a minibatch's micro-batches on this rank; tells of each on the last
+pipeline stage and nothing on the others."""
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -55,9 +59,10 @@ class StepResult:
     lr: float
     """The learning rate of this step, or the one a skipped step would have had."""
     loss: float
-    """This rank's part of the loss."""
+    """This rank's part of the loss; 0 before the last pipeline stage."""
     sums: dict[str, float]
-    """Summed over this rank's micro-batches; names ending in `_max` are the largest of them."""
+    """Summed over this rank's micro-batches; names ending in `_max` are the largest of them. Empty
+    before the last pipeline stage."""
 
 
 class Trainer:
@@ -125,16 +130,19 @@ class Trainer:
         with cpu_mode():
             self.optimizer.reload_model_params()
 
-    def update(self, micro_batches: Sequence[MicroBatch], forward: Forward) -> StepResult:
-        """One minibatch, one optimizer step or none. Collective over all ranks, which must call it
-        with the same number of micro-batches (an empty pack for a rank without samples).
+    def update(self, micro_batches: Sequence[MicroBatch], learn: Learn) -> StepResult:
+        """One minibatch, one optimizer step or none: `learn` runs `micro_batches`. Collective over
+        all ranks, which must have the same number of them (an empty pack where there is no sample).
 
         Raises `TooManySkippedSteps` on every rank at `max_skipped_steps` refusals in a row.
         """
         self.model.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, sums = self._accumulate(micro_batches, forward)
+        parts = learn()
+        # Read after the last backward: each number read waits for the device.
+        loss = float(torch.stack([part for part, _ in parts]).double().sum()) if parts else 0.0
+        sums = merge_sums([told for _, told in parts])
         with cpu_mode():
             finalize_model_grads([self.ddp])
             self.optimizer.prepare_grads()
@@ -153,20 +161,6 @@ class Trainer:
             loss=loss,
             sums=sums,
         )
-
-    def _accumulate(
-        self, micro_batches: Sequence[MicroBatch], forward: Forward
-    ) -> tuple[float, dict[str, float]]:
-        """Forward and backward of each micro-batch; (loss, sums) of this rank."""
-        losses: list[Tensor] = []
-        parts: list[dict[str, Tensor]] = []
-        for batch in micro_batches:
-            loss, sums = forward(batch)
-            loss.backward()
-            losses.append(loss.detach())
-            parts.append({name: torch.as_tensor(value).detach() for name, value in sums.items()})
-        # Read after the last backward: each number read waits for the device.
-        return float(torch.stack(losses).double().sum()), merge_sums(parts)
 
     def _gradients_finite(self) -> bool:
         """Of everything this rank holds: a norm leaves out the copies of other TP ranks."""

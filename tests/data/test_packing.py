@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.contracts.samples import Samples
-from megarl.data.packing import MicroBatch, build_pack, plan_packs, plan_update, restore
+from megarl.data.packing import (
+    MicroBatch,
+    build_pack,
+    pad_pack,
+    plan_packs,
+    plan_update,
+    restore,
+)
 from tests.data.make_samples import make_sample, make_samples
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
@@ -132,6 +139,29 @@ def test_the_dummy_pack_runs_and_scores_nothing() -> None:
     assert len(pack.predictor_A) == len(pack.target_A) == len(pack.response_A) == 0
     assert pack.to("cpu").max_length == 1
     assert build_pack(make_samples([]), []).is_empty
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, missing=st.integers(0, 50))
+def test_padding_is_sequences_of_its_own_and_scores_nothing(shapes, missing) -> None:
+    samples = make_samples((0, i, p, r) for i, (p, r) in enumerate(shapes))
+    for pack in (build_pack(samples, range(len(samples))), build_pack(samples, [])):
+        tokens, sequences = len(pack.token_ids_T), len(pack.cu_seqlens)
+        padded = pad_pack(pack, tokens + missing)
+        lengths = padded.cu_seqlens.diff()
+        assert padded.cu_seqlens.dtype == torch.int32 and padded.cu_seqlens[0] == 0
+        assert len(padded.token_ids_T) == len(padded.positions_T) == lengths.sum()
+        assert lengths.sum() == tokens + missing
+        assert lengths.min() >= 1 and lengths.max() <= padded.max_length == pack.max_length
+        assert torch.equal(padded.cu_seqlens[:sequences], pack.cu_seqlens)
+        assert torch.equal(padded.token_ids_T[:tokens], pack.token_ids_T)
+        positions = [position for length in lengths.tolist() for position in range(length)]
+        assert padded.positions_T.tolist() == positions
+        assert not padded.token_ids_T[tokens:].any()
+        for name in ("rows", "predictor_A", "target_A", "sequence_A", "response_A"):
+            assert torch.equal(getattr(padded, name), getattr(pack, name))
+    with pytest.raises(ValueError, match="does not fit"):
+        pad_pack(pack, 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -31,18 +31,24 @@ def merged(actor: Any, packs: list[Pack], values: list[Tensor], samples: Samples
     whole = np.full(len(samples.response_ids), np.nan, np.float32)
     for theirs in actor.world.gather(parts):
         for place, value in theirs:
+            known = ~np.isnan(whole[place])
+            assert np.array_equal(whole[place][known], value[known]), "owners of a part differ"
             whole[place] = value
     return torch.from_numpy(whole)
 
 
-def train_once(folder: Path, tp: int, budget: int, **section: Any) -> dict[str, Any]:
+def train_once(
+    folder: Path, tp: int, budget: int, *, pp: int = 1, padding: int | None = None, **section: Any
+) -> dict[str, Any]:
     """Scores, one update and scores after it, of one layout; the same dictionary on every rank."""
     from megarl.models.build import destroy_mesh
 
-    world = make_world(tp)
+    world = make_world(tp, pp)
     samples = make_samples(5, 12)
     actor = make_actor(folder, world, **section)
-    packs = local_packs(samples, world.mesh, world.rank, budget)
+    if padding is None and pp > 1:
+        padding = 0
+    packs = local_packs(samples, world.mesh, world.rank, budget, padding)
     before = actor.log_probs(packs)
     kept: list[Tensor] = []
 
@@ -64,15 +70,15 @@ def train_once(folder: Path, tp: int, budget: int, **section: Any) -> dict[str, 
     told |= {
         "log_probs": merged(actor, packs, [s.log_probs_A for s in before], samples),
         "entropy": merged(actor, packs, [s.entropy_A for s in before], samples),
-        "in_update": merged(actor, packs, kept, samples),
+        "in_update": merged(actor, packs if kept else [], kept, samples),
         "result": result,
-        "loss": sum(world.gather(result.loss if world.tp_index == 0 else 0.0)),
+        "loss": sum(world.gather(result.loss if world.leads_owners else 0.0)),
         "packs": len(packs),
         "weights": gather_logical(actor, actor.named_parameters()),
     }
     after = [policy_gradient(s, b)[0] for s, b in zip(actor.log_probs(packs), batches, strict=True)]
     own = float(torch.stack(after).sum())
-    told["loss_after"] = sum(world.gather(own if world.tp_index == 0 else 0.0))
+    told["loss_after"] = sum(world.gather(own if world.leads_owners else 0.0))
     destroy_mesh()
     return told
 

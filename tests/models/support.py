@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import EndReason, Sample, Samples
-from megarl.data.packing import MicroBatch, Pack, build_pack, plan_packs
+from megarl.data.packing import MicroBatch, Pack, build_pack, pad_pack, plan_packs
 from megarl.world import World
 
 VOCAB = 307  # no multiple of 128, so that padding rows matter
@@ -80,10 +80,17 @@ def make_samples(
     return Samples.from_rows(made, "test")
 
 
-def local_packs(samples: Samples, mesh: Mesh, rank: int, budget: int) -> list[Pack]:
+def local_packs(
+    samples: Samples, mesh: Mesh, rank: int, budget: int, padding: int | None = None
+) -> list[Pack]:
+    """`padding`: all packs are made so many tokens longer than the longest; a pipeline needs it."""
     lengths = samples.prompt_lengths + samples.response_lengths
     plan = plan_packs(lengths, mesh.dp, budget)
-    return [build_pack(samples, rows) for rows in plan[mesh.dp_index(rank)]]
+    packs = [build_pack(samples, rows) for rows in plan[mesh.dp_index(rank)]]
+    if padding is None:
+        return packs
+    longest = max(len(pack.token_ids_T) for pack in packs)
+    return [pad_pack(pack, longest + padding) for pack in packs]
 
 
 def micro_batch(pack: Pack, samples: Samples, scale: float = 1.0) -> MicroBatch:
@@ -108,8 +115,8 @@ def policy_gradient(scores: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict]
     return pg - 0.01 * bonus, {"pg": pg, "entropy": bonus, "log_prob_max": largest}
 
 
-def make_world(tp: int, timeout: float = 60.0) -> World:
-    return World(Mesh(dist.get_world_size(), tp=tp), torch.device("cpu"), timeout)
+def make_world(tp: int, pp: int = 1, timeout: float = 60.0) -> World:
+    return World(Mesh(dist.get_world_size(), tp=tp, pp=pp), torch.device("cpu"), timeout)
 
 
 def actor_section(**changes: Any) -> SimpleNamespace:
@@ -124,6 +131,7 @@ def actor_section(**changes: Any) -> SimpleNamespace:
         "clip_grad": 1.0,
         "distributed_optimizer": True,
         "logprob_chunk_tokens": 16,
+        "recompute": "none",
         "max_skipped_steps": 3,
     }
     return SimpleNamespace(**values | changes)
@@ -155,7 +163,10 @@ def full_gradients(actor: Any) -> dict[str, torch.Tensor]:
 
 
 def gather_logical(actor: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole HF-named tensors from tensors shaped like this rank's parameters. Collective."""
+    """Whole HF-named tensors from tensors shaped like this rank's parameters, of which all copies
+    must be the same: data-parallel ones, norms on TP ranks, both ends of a tied pipeline.
+    Collective.
+    """
     from megarl.reshard.layout import megatron_placement
 
     world = actor.world
@@ -172,7 +183,10 @@ def gather_logical(actor: Any, tensors: dict[str, torch.Tensor]) -> dict[str, to
             rows = slice(piece.param_row, piece.param_row + piece.rows)
             block = matrix[rows, piece.param_col : piece.param_col + piece.cols]
             target = whole[piece.tensor][piece.row : piece.row + piece.rows]
-            target[:, piece.col : piece.col + piece.cols] = block.double()
+            target = target[:, piece.col : piece.col + piece.cols]
+            held = ~target.isnan()
+            assert torch.equal(target[held], block.double()[held]), (piece, "copies differ")
+            target.copy_(block)
     return whole
 
 
@@ -189,6 +203,51 @@ def hf_scores(
         log_probs.append(log_p.gather(1, target[:, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(log_probs), torch.cat(entropies)
+
+
+def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Relative L2 distance over all tensors together."""
+    names = sorted(wanted)
+    difference = torch.cat([(found[n] - wanted[n]).flatten() for n in names]).norm()
+    return float(difference / torch.cat([wanted[n].flatten() for n in names]).norm())
+
+
+def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
+    """`policy_gradient` on `make_samples(5, 12)` by HF's model and torch's AdamW, one step: loss,
+    norm, gradients and weights (HF names, matrices), loss and log-probs [R] before and after.
+    The model is left as it is after the step.
+    """
+    samples = make_samples(5, 12)
+    place = torch.arange(len(samples.response_ids)).float()
+
+    def loss() -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropy = hf_scores(model, samples, 0.8)
+        return -(torch.sin(place) * log_probs).mean() - 0.01 * entropy.mean(), log_probs
+
+    first, log_probs = loss()
+    first.backward()
+    params = dict(model.named_parameters())
+    as_matrix = {n: p.grad.double().view(len(p), -1).clone() for n, p in params.items()}
+    norm = torch.nn.utils.clip_grad_norm_(params.values(), section.clip_grad)
+    groups = [
+        {
+            "params": [p for p in params.values() if p.dim() > 1],
+            "weight_decay": section.weight_decay,
+        },
+        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps).step()
+    weights = {n: p.detach().double().view(len(p), -1) for n, p in params.items()}
+    with torch.no_grad():
+        after = float(loss()[0])
+    return {
+        "loss": float(first),
+        "log_probs": log_probs.detach(),
+        "gradients": as_matrix,
+        "norm": float(norm),
+        "weights": weights,
+        "loss_after": after,
+    }
 
 
 def replaced(batch: MicroBatch, **changes: Any) -> MicroBatch:

@@ -6,6 +6,7 @@ wants another. Not covered: CUDA machines, where nothing is replaced.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -80,6 +81,76 @@ def test_every_replacement_is_needed(ranks, tmp_path) -> None:
         assert told[name] == "stepped", told
     for name in ("on_cpu", "type_as_on_cuda", "no mode", "current_device"):
         assert "Error" in told[name] or "Exception" in told[name], (name, told[name])
+
+
+def _in_a_tied_pipeline(folder: Path) -> dict[str, str]:
+    """On two stages: building without `stay`, and how a loss sees torch inside the schedule."""
+    from megarl.models import build
+    from megarl.platforms import megatron_patches as patches
+
+    samples, world = make_samples(5, 4), make_world(1, 2)
+    told: dict[str, str] = {}
+
+    def loss(scores: Any, batch: Any) -> Any:
+        told["in the loss"] = torch.zeros(1).type()
+        return policy_gradient(scores, batch)
+
+    actor = make_actor(folder, world)
+    packs = local_packs(samples, world.mesh, world.rank, 30, padding=0)
+    actor.update([micro_batch(pack, samples) for pack in packs], loss)
+    whole = build.cpu_mode
+    build.cpu_mode = lambda: patches.cpu_mode(frozenset({"stay"}))
+    try:
+        make_actor(folder, world)
+    except AssertionError as error:
+        told["stay"] = str(error)
+    build.cpu_mode = whole
+    build.destroy_mesh()
+    return told
+
+
+def test_the_replacement_for_a_tied_pipeline_is_needed(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path, tied=True)
+    first, last = ranks.run(2, _in_a_tied_pipeline, tmp_path)
+    assert "CUDA" in first["stay"] and "CUDA" in last["stay"]
+    assert last["in the loss"] == "torch.FloatTensor"
+
+
+def _recompute(folder: Path) -> dict[str, Any]:
+    """A step with recompute as it is, and with megatron's own functions for the random state."""
+    from megatron.core.tensor_parallel import random
+
+    from megarl.models import build
+    from megarl.platforms import megatron_patches as patches
+
+    found = importlib.util.find_spec(random.__name__)
+    megatrons = importlib.util.module_from_spec(found)
+    found.loader.exec_module(megatrons)
+    samples, world = make_samples(5, 4), make_world(1)
+    packs = local_packs(samples, world.mesh, world.rank, 200)
+    told: dict[str, Any] = {}
+    for name in ("neither", "_get_cuda_rng_state", "_set_cuda_rng_state"):
+        actor = make_actor(folder, world, recompute="full")
+        replacement = getattr(random, name, None)
+        if replacement is not None:
+            setattr(random, name, getattr(megatrons, name))
+        waiting = len(torch.cuda._queued_calls)
+        try:
+            actor.update([micro_batch(p, samples) for p in packs], policy_gradient)
+            told[name] = len(torch.cuda._queued_calls) - waiting
+        except AssertionError as error:
+            told[name] = str(error)
+        patches.install()
+    build.destroy_mesh()
+    return told
+
+
+def test_the_replacements_for_recompute_are_needed(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path)
+    (told,) = ranks.run(1, _recompute, tmp_path)
+    assert told["neither"] == 0
+    assert "CUDA" in told["_get_cuda_rng_state"]
+    assert told["_set_cuda_rng_state"] > 0, "calls that wait for a CUDA that never comes"
 
 
 def _install_twice() -> bool:

@@ -1,6 +1,8 @@
 """Updates: the same over layouts, micro-batches and optimizers, and equal to torch's AdamW.
 
-Not covered: more than two ranks, GPU, resuming the optimizer from a checkpoint.
+The model is tied: a pipeline holds its embedding twice (untied ones: `test_pipeline.py`).
+
+Not covered: GPU, resuming the optimizer from a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models.runs import several
 from tests.models.support import (
     actor_section,
-    hf_scores,
-    make_samples,
+    relative,
+    torch_step,
     write_hf_model,
 )
 
@@ -29,6 +30,10 @@ LAYOUTS = {  # name → (ranks, tp, tokens per micro-batch, section)
     "dp2 sharded": (2, 1, 30, OPTIONS | {"distributed_optimizer": True}),
     "tp2": (2, 2, 1000, OPTIONS),
     "tp2 sharded": (2, 2, 60, OPTIONS | {"distributed_optimizer": True}),
+    "pp2": (2, 1, 40, OPTIONS | {"pp": 2}),
+    "tp2 pp2": (4, 2, 40, OPTIONS | {"pp": 2}),
+    "pp2 dp2": (4, 1, 30, OPTIONS | {"pp": 2}),
+    "pp2 dp2 sharded": (4, 1, 30, OPTIONS | {"pp": 2, "distributed_optimizer": True}),
 }
 
 
@@ -45,7 +50,7 @@ def model(folder) -> Any:
 @pytest.fixture(scope="module")
 def runs(ranks, folder, model) -> dict[str, dict]:
     told: dict[str, dict] = {}
-    for world in (1, 2):
+    for world in (1, 2, 4):
         names = [name for name, layout in LAYOUTS.items() if layout[0] == world]
         answers = ranks.run(world, several, [(folder, *LAYOUTS[name][1:]) for name in names])
         for name, run in zip(names, answers[0], strict=True):
@@ -53,44 +58,9 @@ def runs(ranks, folder, model) -> dict[str, dict]:
     return told
 
 
-def _relative(grads: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Relative L2 distance over all parameters together."""
-    names = sorted(wanted)
-    difference = torch.cat([(grads[n] - wanted[n]).flatten() for n in names]).norm()
-    return float(difference / torch.cat([wanted[n].flatten() for n in names]).norm())
-
-
 @pytest.fixture(scope="module")
 def by_torch(model) -> dict[str, Any]:
-    """Loss, gradients and one AdamW step on the HF model; HF names; matrices as [rows, columns]."""
-    samples = make_samples(5, 12)
-    place = torch.arange(len(samples.response_ids)).float()
-
-    def loss() -> Tensor:
-        log_probs, entropy = hf_scores(model, samples, 0.8)
-        return -(torch.sin(place) * log_probs).mean() - 0.01 * entropy.mean()
-
-    first = loss()
-    first.backward()
-    params = dict(model.named_parameters())
-    as_matrix = {n: p.grad.double().view(len(p), -1).clone() for n, p in params.items()}
-    norm = torch.nn.utils.clip_grad_norm_(params.values(), OPTIONS["clip_grad"])
-    section = actor_section(**OPTIONS)
-    groups = [
-        {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps).step()
-    weights = {n: p.detach().double().view(len(p), -1) for n, p in params.items()}
-    with torch.no_grad():
-        after = float(loss())
-    return {
-        "loss": float(first),
-        "gradients": as_matrix,
-        "norm": float(norm),
-        "weights": weights,
-        "loss_after": after,
-    }
+    return torch_step(model, actor_section(**OPTIONS))
 
 
 @pytest.mark.dist
@@ -103,7 +73,7 @@ def test_a_step_is_torch_adamw_on_the_hf_model(runs, by_torch, name: str) -> Non
     assert run["loss"] == pytest.approx(by_torch["loss"], abs=1e-6)
     assert run["loss_after"] == pytest.approx(by_torch["loss_after"], abs=1e-4)
     if "gradients" in run:
-        assert _relative(run["gradients"], by_torch["gradients"]) <= 1e-5
+        assert relative(run["gradients"], by_torch["gradients"]) <= 1e-5
     # Adam's first step is lr · sign(gradient): one of rounding size may turn, few are.
     names = sorted(by_torch["weights"])
     apart = [(run["weights"][n] - by_torch["weights"][n]).abs().flatten() for n in names]
@@ -117,9 +87,10 @@ def test_layouts_and_micro_batches_change_nothing(runs) -> None:
     reference = runs["dp2"]
     for name, run in runs.items():
         assert (run["log_probs"] - reference["log_probs"]).abs().max() <= 5e-5, name
+        assert torch.equal(run["log_probs"], run["in_update"]), (name, "the first ratio is not 1")
         assert run["loss_after"] == pytest.approx(reference["loss_after"], abs=1e-4), name
         if "gradients" in run:
-            assert _relative(run["gradients"], reference["gradients"]) <= 1e-5, name
+            assert relative(run["gradients"], reference["gradients"]) <= 1e-5, name
 
 
 @pytest.mark.dist

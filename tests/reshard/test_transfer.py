@@ -27,9 +27,10 @@ def _resharder(
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 1 << 20,
     seed: int = 0,
+    pp: int = 1,
     **changes,
 ) -> tuple[Resharder, dict]:
-    mesh = Mesh(dist.get_world_size(), tp=tp, rollout_tp=rollout_tp)
+    mesh = Mesh(dist.get_world_size(), tp=tp, pp=pp, rollout_tp=rollout_tp)
     world = World(mesh, torch.device("cpu"), timeout=30)
     spec = make_spec(**changes)
     source, target = megatron_placement(spec, mesh), sglang_placement(spec, mesh)
@@ -46,8 +47,8 @@ def _resharder(
     return resharder, whole
 
 
-def _transfer(*arguments) -> tuple:
-    resharder, whole = _resharder(*arguments)
+def _transfer(*arguments, **changes) -> tuple:
+    resharder, whole = _resharder(*arguments, **changes)
     rank = resharder.world.rank
     manifest = resharder.manifest()
     first = resharder.transfer()
@@ -73,6 +74,37 @@ def test_live_target_parameters_hold_the_casted_source(ranks, world, tp, rollout
     results = ranks.run(world, _transfer, tp, rollout_tp, dtype)
     assert {result[:4] for result in results} == {(True, True, True, 0)}
     assert len({result[4] for result in results}) == 1
+
+
+def _from_pipeline(tp: int, pp: int, rollout_tp: int, tied: bool) -> tuple:
+    return _transfer(tp, rollout_tp, torch.float32, pp=pp, tied=tied)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pipeline_writes_the_same_elements_each_once(ranks, tied: bool) -> None:
+    """Also from a tied one, which holds its embedding on both end stages."""
+    hashes = set()
+    for world, tp, pp, rollout_tp in ((2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 2), (4, 1, 2, 1)):
+        for result in ranks.run(world, _from_pipeline, tp, pp, rollout_tp, tied):
+            assert result[:4] == (True, True, True, 0)
+            hashes.add(result[4])
+    assert len(hashes) == 1
+
+
+def _drifted_copy(tied_copy: str) -> str:
+    resharder, _ = _resharder(1, 1, pp=2, tied=True)
+    if resharder.world.rank == 1:
+        resharder.source_params[tied_copy][3, 5] += 1.0
+    try:
+        resharder.manifest()
+    except DriftError as error:
+        return str(error)
+    return "nothing found"
+
+
+def test_a_tied_copy_that_drifted_on_the_last_stage_is_found(ranks) -> None:
+    for told in ranks.run(2, _drifted_copy, "output_layer.weight"):
+        assert "model.embed_tokens.weight" in told and "1" in told
 
 
 def test_small_buckets_and_layouts_change_no_bit_and_no_digest(ranks) -> None:
