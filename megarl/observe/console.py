@@ -10,9 +10,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from megarl import torchrun
 from megarl.observe import metrics
 from megarl.observe.logs import real_stdout
 from megarl.observe.plots import clock_text, sparkline
@@ -20,6 +21,8 @@ from megarl.observe.plots import clock_text, sparkline
 MODES = ("auto", "plain", "rich", "off")
 REFRESHES_PER_SECOND = 4
 PANEL_WIDTH = 78
+LABEL_WIDTH = 11
+GAP = "   "
 RECENT = 40
 """Iterations that the sparkline shows."""
 ETA_ITERATIONS = 10
@@ -48,6 +51,16 @@ def number(row: Mapping[str, Any], key: str, form: str, width: int = 100) -> str
         return "-"
     text = format(value, form)
     return text if len(text) < width else f"{value:.1e}"
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """As many of `parts`, from the first on, as go into `room` characters; always the first."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(GAP) + len(part) > room:
+            break
+        line += GAP + part
+    return line
 
 
 class Console:
@@ -142,9 +155,14 @@ class Console:
 
     def close(self) -> None:
         """Leave the last panel standing and the terminal as it was; twice does nothing."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        told = torchrun.told()
+        if told:
+            # Another rank told it in this terminal, and the living panel was drawn over it.
+            self._print(f"megarl: error: {told}")
 
     def __enter__(self) -> Console:
         return self
@@ -204,43 +222,51 @@ class Console:
 
     def _panel(self) -> Any:
         from rich.panel import Panel
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold")
-        table.add_column(no_wrap=True)
-        for label, text in self._facts():
-            table.add_row(label, Text(text))
-        title = f"megarl {self._title}".rstrip()
         # A fixed width: a panel that follows its contents jitters.
         width = min(PANEL_WIDTH, self._terminal.width)
-        return Panel(table, title=Text(title), title_align="left", width=width)
+        room = width - LABEL_WIDTH - 4  # two borders and their padding
+        body = Text(no_wrap=True, overflow="ellipsis")
+        for label, parts in self._facts(room):
+            body.append(f"{label:{LABEL_WIDTH}}", style="bold")
+            body.append(fitting(parts, room) + "\n")
+        body.right_crop()
+        title = f"megarl {self._title}".rstrip()
+        return Panel(body, title=Text(title), title_align="left", width=width)
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _facts(self, room: int) -> list[tuple[str, list[str]]]:
+        """(label, parts) of each line; in a narrow terminal the last parts are left out."""
         row, now = self._row, self._clock()
-        stage = f"{self._stage} {now - self._stage_since:.0f} s" if self._stage else ""
         reward = number(row, metrics.REWARD, ".4f")
         tokens = number(row, metrics.TOKENS_PER_SECOND, ",.0f")
         gap = number(row, metrics.PARITY, ".1e")
         entropy, kl = number(row, metrics.ENTROPY, ".4f"), number(row, metrics.KL, ".4f")
         seconds = number(row, metrics.SECONDS, ".2f")
-        gone = clock_text(now - self._started)
+        bars = min(RECENT, max(0, room - len(reward) - len(GAP)))
+        stage = [f"{self._stage} {now - self._stage_since:.0f} s"] if self._stage else []
         return [
-            ("iteration", f"{self._done()}/{self._total or '-'}   {stage}"),
-            ("reward", f"{reward}   {sparkline(self._rewards, RECENT)}"),
+            ("iteration", [f"{self._done()}/{self._total or '-'}", *stage]),
+            ("reward", [reward, sparkline(self._rewards, bars)]),
             ("accuracy", self._accuracy()),
-            ("rollout", f"{tokens} tokens/s   parity gap {gap}"),
-            ("policy", f"entropy {entropy}   kl {kl}"),
-            ("time", f"{seconds} s an iteration   {gone} gone   {self._eta()} to go"),
+            ("rollout", [f"{tokens} tokens/s", f"parity gap {gap}"]),
+            ("policy", [f"entropy {entropy}", f"kl {kl}"]),
+            (
+                "time",
+                [
+                    f"{self._eta()} to go",
+                    f"{clock_text(now - self._started)} gone",
+                    f"{seconds} s an iteration",
+                ],
+            ),
         ]
 
-    def _accuracy(self) -> str:
+    def _accuracy(self) -> list[str]:
         if not self._evaluation:
-            return "-"
+            return ["-"]
         parts = []
         for name, key in (("greedy", metrics.ACCURACY), ("sampled", metrics.ACCURACY_SAMPLED)):
             first = number(self._first_evaluation, key, ".3f")
             last = number(self._evaluation, key, ".3f")
             parts.append(f"{name} {last}" if first == last else f"{name} {first} → {last}")
-        return "   ".join(parts)
+        return parts

@@ -1,15 +1,32 @@
-"""What differs between machines: CPU stand-ins and patches of the two libraries.
+"""What differs between machines: the devices, CPU stand-ins and patches of the two libraries.
 
-Nothing here runs at import. `prepare_sglang()` must precede the first `import sglang` of a
-process; `megarl.rollout.scheduler` does that.
+`platform_of` gives a device's choices. Nothing here runs at import. `prepare_sglang()` must
+precede the first `import sglang` of a process; `megarl.rollout.scheduler` does that.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
+from typing import TYPE_CHECKING
 
 from megarl import SGLANG_INSTALL, SGLANG_VERSION
+
+if TYPE_CHECKING:
+    from megarl.platforms.interface import Platform
+
+
+def platform_of(device_type: str) -> Platform:
+    """The choices for `cpu` or `cuda` (the recipe's `world.device`, a torch device's `type`)."""
+    if device_type == "cpu":
+        from megarl.platforms.cpu import CpuPlatform
+
+        return CpuPlatform()
+    if device_type == "cuda":
+        from megarl.platforms.cuda import CudaPlatform
+
+        return CudaPlatform()
+    raise ValueError(f"there is no platform {device_type!r}; choose cpu or cuda")
 
 
 def require_sglang() -> None:

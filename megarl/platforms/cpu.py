@@ -1,4 +1,4 @@
-"""Stand-ins that let SGLang be imported and run on a machine without CUDA.
+"""The CPU: its choices, and stand-ins that let SGLang be imported and run without CUDA.
 
 SGLang imports triton, sgl_kernel and torchvision at module level although its CPU path calls
 none of them. Each stand-in is set only when the real package is absent, and whatever of it is
@@ -14,6 +14,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from megarl.platforms.interface import KV_CACHE, Platform
+
 _ENVIRONMENT = {
     # SGLang picks CUDA, not the CPU, unless told.
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -21,6 +25,66 @@ _ENVIRONMENT = {
     # a C++ compiler for functions of microseconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+class CpuPlatform(Platform):
+    """The host itself: nothing to wait for, nothing to give back."""
+
+    device_type = "cpu"
+    backend = "gloo"
+
+    def refusal(self) -> str | None:
+        return None
+
+    def prepare(self) -> None:
+        # Megatron, SGLang and their patches ask torch whether there is a GPU, not the recipe.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def synchronize(self, device: torch.device) -> None:
+        """Nothing runs ahead of Python on a CPU."""
+
+    def release_cached(self) -> None:
+        """Torch keeps no host memory."""
+
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        return None
+
+    def restore_rng(self, device: torch.device, state: torch.Tensor | None) -> None:
+        """The host's generator is not the device's business."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def engine_arguments(self, section: Any) -> dict[str, Any]:
+        chosen = section.attention_backend
+        return {
+            "device": self.device_type,
+            "attention_backend": "torch_native" if chosen == "auto" else chosen,
+            # Its profile of free memory must not be what limits the pool; the generator checks.
+            "mem_fraction_static": 0.5,
+        }
+
+    def prepare_engine(self, section: Any) -> None:
+        """Keep SGLang from binding this rank's OpenMP threads to NUMA nodes.
+
+        Replaces its default binding, which wants one NUMA node per rank of the tensor-parallel
+        group and `sgl_kernel`; the rank's thread count stays what `world.py` set.
+        """
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * section.tp)
+
+    def engine_device(self, rank_in_replica: int) -> int:
+        return rank_in_replica
+
+    def adapt_engine(self, scheduler: Any) -> None:
+        """As `Scheduler.run_event_loop` does for a CPU, which is not entered here."""
+        scheduler.schedule_stream.synchronize = lambda: None
+        scheduler._war_barrier_enabled = False
+
+    def cache_tags(self) -> tuple[str, ...]:
+        return (KV_CACHE,)
 
 
 def install_stand_ins() -> None:
@@ -31,15 +95,6 @@ def install_stand_ins() -> None:
         _stand_in_for_triton()
         _stand_in_for_sgl_kernel()
         _stand_in_for_torchvision()
-
-
-def pin_threads(tp: int) -> None:
-    """Keep SGLang from binding this rank's OpenMP threads to NUMA nodes.
-
-    Replaces its default binding, which wants one NUMA node per rank of the tensor-parallel group
-    and `sgl_kernel`; the rank's thread count stays what `world.py` set.
-    """
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tp)
 
 
 def _absent(package: str) -> bool:

@@ -1,8 +1,7 @@
 """Patches of SGLang 0.5.21, each behind its own registry where it has one.
 
 Importing this module imports SGLang; call `megarl.platforms.prepare_sglang()` first.
-Shapes: B requests of a step, V vocabulary (the config's `vocab_size`, without padding rows),
-L longest sequence of the step, H query heads, G key/value heads, D head size.
+Shapes: B requests of a step, V vocabulary (the config's `vocab_size`, without padding rows).
 """
 
 from __future__ import annotations
@@ -19,23 +18,24 @@ from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import sampler as sampling
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers import scheduler as scheduling
 from sglang.srt.managers import tp_worker
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from torch.nn.functional import log_softmax, scaled_dot_product_attention
+from torch.nn.functional import log_softmax
+
+from megarl.platforms.sglang_attention import BatchedAttention
 
 SAMPLING_BACKEND = "pytorch"
 """The registry entry `SeededSampler` takes over; SGLang forces this name on CPU."""
 CPU_ATTENTION_BACKEND = "torch_native"
-"""The registry entry `BatchedDecodeAttention` takes over."""
+"""The registry entry `BatchedAttention` takes over."""
 
 
 def install() -> None:
     """Register the sampler, the CPU attention and the seeds of a batch; idempotent."""
     sampling._CUSTOM_SAMPLER_FACTORIES.setdefault(SAMPLING_BACKEND, SeededSampler)
     if not torch.cuda.is_available():
-        attention_registry.ATTENTION_BACKENDS[CPU_ATTENTION_BACKEND] = BatchedDecodeAttention
+        attention_registry.ATTENTION_BACKENDS[CPU_ATTENTION_BACKEND] = BatchedAttention
     if SamplingBatchInfo.from_schedule_batch.__func__ is _STOCK_FROM_SCHEDULE_BATCH:
         SamplingBatchInfo.from_schedule_batch = classmethod(_with_request_seeds)
 
@@ -146,8 +146,8 @@ class SeededSampler(sampling.Sampler):
             ids_B = torch.argmax(
                 seeded_scores(log_probs_BV, sampling_info.sampling_seed, positions), dim=-1
             )
+        self._sync_token_ids_across_tp(ids_B, sampling_info)  # before the log-probs of these ids
         logits_output.next_token_logprobs = log_probs_BV.gather(1, ids_B[:, None]).squeeze(1)
-        self._sync_token_ids_across_tp(ids_B, sampling_info)
         return ids_B
 
 
@@ -209,63 +209,3 @@ def _absorb(state: np.ndarray, key: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=4)
 def _column_keys(columns: int) -> np.ndarray:
     return _key(np.arange(columns, dtype=np.uint32))
-
-
-# --- Attention on CPU -----------------------------------------------------------------------
-
-
-class BatchedDecodeAttention(TorchNativeAttnBackend):
-    """Replaces the per-request Python loop of `TorchNativeAttnBackend` in decode steps.
-
-    One masked attention for the whole batch. Keys are shared within a group of heads, so the
-    group's H/G query heads are its rows and keys are never repeated.
-    Sliding windows and cross attention are refused.
-    """
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_decode():
-            longest = int(forward_batch.seq_lens.max())
-            valid_BL = torch.arange(longest)[None] < forward_batch.seq_lens[:, None]
-            table = self.req_to_token_pool.req_to_token
-            slots_BL = table[forward_batch.req_pool_indices, :longest]
-            # Table entries past a sequence's end are stale.
-            self._slots_BL = slots_BL.masked_fill(~valid_BL, 0)
-            self._valid_B11L = valid_BL[:, None, None]
-
-    def _run_sdpa_forward_decode(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        """`query` and `output` [B, H, D], caches [slots, G, D]; writes and returns `output`."""
-        if encoder_lens is not None or is_cross_attn or sliding_window_size is not None:
-            raise NotImplementedError("cross attention and sliding windows are not batched here")
-        batch, heads, size = query.shape
-        groups = k_cache.shape[1]
-
-        def gathered(cache: torch.Tensor) -> torch.Tensor:  # [B, G, L, D]
-            # `index_select` copies whole rows: several times faster than `cache[slots]`.
-            rows = cache.index_select(0, self._slots_BL.reshape(-1))
-            return rows.view(batch, -1, groups, cache.shape[-1]).transpose(1, 2).to(query.dtype)
-
-        attended = scaled_dot_product_attention(
-            query.view(batch, groups, heads // groups, size),
-            gathered(k_cache),
-            gathered(v_cache),
-            attn_mask=self._valid_B11L,
-            scale=scaling,
-        )
-        output.copy_(attended.reshape(batch, heads, -1))
-        return output

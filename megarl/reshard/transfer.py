@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.contracts.version import TensorEntry, WeightManifest
+from megarl.platforms import platform_of
 from megarl.reshard.digest import (
     BITS,
     Digester,
@@ -100,8 +101,7 @@ class Resharder:
         """Write every target parameter of this rank in place; padding stays as it is."""
         began = time.perf_counter()
         self.exchange.run()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        platform_of(self.world.device.type).synchronize(self.world.device)
         size = self.dtype.itemsize
         return TransferStats(
             bytes_sent=self.plan.elements_sent * size,

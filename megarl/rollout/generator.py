@@ -5,10 +5,11 @@ requests, and get the same samples.
 
 The life of a version::
 
-    generator.deactivate()                     # before the first weight is written
+    generator.wake()                           # weights have memory again, and mean nothing
     ... write generator.named_parameters() in place, verify ...
     generator.activate(version)                # flushes the prefix cache, then admits the version
     samples = generator.generate(requests, sampling, version)
+    generator.sleep()                          # with rollout.release its memory is the trainer's
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import END_OF_REASON, EndReason, Sample, SamplingContract
 from megarl.contracts.version import PolicyVersion
+from megarl.platforms import platform_of
+from megarl.platforms.interface import WEIGHTS
 from megarl.rollout import scheduler as engine
 from megarl.rollout.requests import Request, assign_replicas, request_seed
 
@@ -73,15 +76,18 @@ class Generator:
         """Load `folder` (an HF checkpoint) and allocate the key-value cache. Collective.
 
         `section` is the recipe's rollout section: tp, dtype, attention_backend,
-        max_total_tokens, max_running_requests, chunked_prefill_tokens, retries. The default
-        process group must exist and have `mesh.world` ranks. No random generator of this process
-        changes. Raises `ValueError` when the sizes asked for cannot be had.
+        max_total_tokens, max_running_requests, chunked_prefill_tokens, retries, release. The
+        default process group must exist and have `mesh.world` ranks. No random generator of this
+        process changes. Raises `ValueError` when the sizes asked for cannot be had.
         """
         self.active: PolicyVersion | None = None
         self.replica = mesh.replica(rank)
         self._section = section
         self._device = device
         self._closed = False
+        self._platform = platform_of(device.type)
+        self._released: tuple[str, ...] = ()
+        """What has no memory now, by SGLang's names."""
         with engine.preserved_rng(device):
             self._scheduler = engine.build_scheduler(
                 Path(folder), mesh.rollout_tp, section, seed, device
@@ -163,10 +169,14 @@ class Generator:
     def activate(self, version: PolicyVersion) -> None:
         """Flush, then admit `version`: the weights as they now lie are said to be its.
 
-        Raises `NotFlushed`; no version is active then.
+        The cache of a generator that slept comes back here, after the flush: what it held before
+        is of other weights. Raises `NotFlushed`; no version is active then.
         """
         self.active = None
+        if WEIGHTS in self._released:
+            raise RuntimeError(f"replica {self.replica} is asleep, wake() comes before the weights")
         self.flush()
+        self._resume(self._released)
         self.active = version
 
     # --- Generation ---------------------------------------------------------------------------
@@ -235,14 +245,34 @@ class Generator:
     def sleep(self) -> None:
         """Give the device to training: no version is active and the cache is flushed.
 
-        Memory stays allocated. SGLang releases it only through its CUDA memory saver, which is
-        not switched on; on CPU there is none.
+        With `section.release` the memory of weights, cache and graphs goes back to the device
+        (on a CPU nothing does, but the same calls are made). Again is harmless. Collective over
+        the replica.
         """
         self.deactivate()
         self.flush()
+        if self._section.release and not self._released:
+            self._released = (*self._platform.cache_tags(), WEIGHTS)
+            self._scheduler.release(self._released)
 
     def wake(self) -> None:
-        """The counterpart of `sleep`; nothing was released, so nothing is to be restored."""
+        """Before the first weight is written: no version is active, and weights have memory.
+
+        They hold anything; every element must be written. `activate` brings the cache back.
+        """
+        self.deactivate()
+        if WEIGHTS in self._released:
+            self._platform.release_cached()
+            self._resume((WEIGHTS,))
+            parameters = self.named_parameters()
+            for name, (first, last) in self.padding().items():
+                # Nobody writes padding, and it goes through the output layer's product.
+                parameters[name].data[first:last].zero_()
+
+    def _resume(self, tags: tuple[str, ...]) -> None:
+        if tags:
+            self._scheduler.resume(tags)
+            self._released = tuple(tag for tag in self._released if tag not in tags)
 
     def close(self) -> None:
         """Destroy SGLang's process groups and state; the default process group stays.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from megarl.contracts.states import Journal, State
 from megarl.contracts.version import PolicyVersion, WeightManifest
 from megarl.observe.timeline import Stopwatch
+from megarl.platforms.offload import OptimizerOffload
 from megarl.reshard.transfer import Resharder, TransferStats
 from megarl.rollout.generator import Generator
 from megarl.world import World
@@ -31,6 +32,8 @@ class HybridEngine:
     generator: Generator
     resharder: Resharder
     stopwatch: Stopwatch
+    offload: OptimizerOffload | None = None
+    """Keeps the optimizer state in host memory outside of training, or None."""
     transferred: TransferStats | None = field(default=None, init=False)
     """What the last hand-over moved."""
     _stage: str = field(default="training", init=False)
@@ -46,6 +49,9 @@ class HybridEngine:
         if manifest.hash != version.weight_manifest_hash:
             raise RuntimeError(f"the manifest given is not that of {version}")
         with self._in("generating"):
+            if self.offload is not None:
+                self.offload.out()
+            self.world.enter("reshard")
             with self.stopwatch("reshard"):
                 self._publish(iteration, version, manifest)
             yield self.generator
@@ -53,12 +59,12 @@ class HybridEngine:
 
     def _publish(self, iteration: int, version: PolicyVersion, manifest: WeightManifest) -> None:
         self.journal.enter(State.EXPORTING, iteration, version)
-        self.generator.deactivate()
         self.generator.wake()
         self.transferred = self.resharder.transfer()
         self.journal.enter(
             State.ROLLOUT_LOADING, iteration, version, bytes_sent=self.transferred.bytes_sent
         )
+        self.world.enter("verify")
         with self.stopwatch("verify"):
             self.resharder.verify(manifest)
         self.generator.activate(version)
@@ -84,6 +90,8 @@ class HybridEngine:
         """Updates. The generator's weights are stale from the first step on: it is deactivated."""
         with self._in("training"):
             self.generator.deactivate()
+            if self.offload is not None:
+                self.offload.back()
             yield
 
     @contextmanager

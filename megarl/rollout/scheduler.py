@@ -6,7 +6,6 @@ same requests in the same order; each then finishes them at the same step.
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +18,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.contracts.samples import SamplingContract
-from megarl.platforms import prepare_sglang
+from megarl.platforms import platform_of, prepare_sglang
+from megarl.platforms.interface import KV_CACHE
 from megarl.rollout.requests import Request
 
 prepare_sglang()  # before the first import of sglang
 
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.managers import scheduler as scheduling  # noqa: E402
-from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput  # noqa: E402
+from sglang.srt.managers.io_struct import (  # noqa: E402
+    AbortReq,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.managers.scheduler_components.ipc_channels import (  # noqa: E402
     SchedulerIpcChannels,
@@ -39,7 +44,8 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noq
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
-from megarl.platforms import cpu, sglang_patches  # noqa: E402
+from megarl.platforms import sglang_patches  # noqa: E402
+from megarl.platforms.sglang_results import PlainResults, mark_plain  # noqa: E402
 
 
 class Outbox:
@@ -69,6 +75,8 @@ class FinishedRequests(SchedulerOutputStreamer):
 class InProcessScheduler(scheduling.Scheduler):
     """A `Scheduler` whose event loop runs until what `drive` was given is done."""
 
+    _read_at_once = False
+
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         """Replaces the ZeroMQ sockets (25 to 40 file descriptors and a thread per engine)."""
         self.outbox = Outbox()
@@ -84,6 +92,15 @@ class InProcessScheduler(scheduling.Scheduler):
 
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
         return FinishedRequests
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        self.batch_result_processor = PlainResults.taking_over(self.batch_result_processor)
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        mark_plain(req)
+        req.skip_radix_cache_insert = self._read_at_once
+        super()._add_request_to_queue(req, is_retracted)
 
     def ingest_requests(self) -> list:
         """Replaces polling the sockets: takes the inbox, and leaves the loop when idle."""
@@ -102,6 +119,7 @@ class InProcessScheduler(scheduling.Scheduler):
         `on_finished` is called with each finished request at the step that finished it.
         """
         self.inbox, self.gracefully_exit = list(requests), False
+        self._read_at_once = self._fit_one_prefill(requests)
         self.outbox.on_finished = on_finished
         try:
             with torch.no_grad(), self.device_module.StreamContext(self.schedule_stream):
@@ -109,9 +127,44 @@ class InProcessScheduler(scheduling.Scheduler):
         finally:
             self.outbox.on_finished = None
 
+    def _fit_one_prefill(self, requests: Sequence[TokenizedGenerateReqInput]) -> bool:
+        """Whether all prompts are read in one step: a prefix put into the cache would then be
+        found by nobody, and putting it there costs as much as sampling several tokens.
+        """
+        prompts = sum(len(request.input_ids) for request in requests)
+        responses = sum(request.sampling_params.max_new_tokens for request in requests)
+        return (
+            len(requests) <= self.max_running_requests
+            and prompts <= self.chunked_prefill_size
+            and prompts + responses <= self.max_total_num_tokens
+        )
+
     def abort(self, name: str) -> None:
         """Abort the running request of that name; it ends with what it has."""
         self.abort_request(AbortReq(rid=name))
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Give the memory of `tags` back to the device; its contents are lost. Only when idle."""
+        self.weight_updater.release_memory_occupation(
+            ReleaseMemoryOccupationReqInput(tags=list(tags))
+        )
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take the memory of `tags` again, at its old addresses.
+
+        Of the weights only buffers (rotary tables) come back as they were; the cache is zero.
+        """
+        self.weight_updater.resume_memory_occupation(
+            ResumeMemoryOccupationReqInput(tags=list(tags))
+        )
+        if KV_CACHE in tags:
+            # As SGLang made it. Attention reads slots that nobody wrote and weighs them by 0,
+            # and batches that fill up a captured graph read the first row: 0 times a number that
+            # is none would be none.
+            self.req_to_token_pool.req_to_token.zero_()
+            cache = self.token_to_kv_pool_allocator.get_kvcache()
+            for tensor in (*cache.k_buffer, *cache.v_buffer):
+                tensor.zero_()
 
 
 def build_scheduler(
@@ -123,30 +176,24 @@ def build_scheduler(
     from it, none from free memory, so that batches and bits do not vary between machines.
     """
     sglang_patches.install()
-    if device.type == "cpu":
-        cpu.pin_threads(tp)
-    automatic = {"cpu": sglang_patches.CPU_ATTENTION_BACKEND}.get(device.type)
-    backend = automatic if section.attention_backend == "auto" else section.attention_backend
+    platform = platform_of(device.type)
+    platform.prepare_engine(section)
     arguments = ServerArgs(
         model_path=str(folder),
         tp_size=tp,
-        device=device.type,
         dtype=section.dtype,
         skip_tokenizer_init=True,
-        attention_backend=backend,
         sampling_backend=sglang_patches.SAMPLING_BACKEND,
         max_total_tokens=section.max_total_tokens,
         max_running_requests=section.max_running_requests,
         chunked_prefill_size=section.chunked_prefill_tokens,
-        # Its profile of free memory must not be what limits the pool; see the check below.
-        mem_fraction_static=0.5 if device.type == "cpu" else None,
         disable_overlap_schedule=True,
         random_seed=seed % 2**31,
         log_level="error",
+        **platform.engine_arguments(section),
     )
-    local = int(os.environ.get("LOCAL_RANK", "0")) if device.type == "cuda" else None
     rank = dist.get_rank() % tp
-    placement = SpawnRanks(world_rank=rank, gpu_id=rank if local is None else local)
+    placement = SpawnRanks(world_rank=rank, gpu_id=platform.engine_device(rank))
     publish(arguments, role="scheduler", ranks=placement)
     scheduler = None
     try:
@@ -155,10 +202,7 @@ def build_scheduler(
     finally:
         if scheduler is None:  # leave nothing of a failed start to the next one
             destroy_scheduler()
-    if device.type == "cpu":
-        # As `Scheduler.run_event_loop` does, which is not entered here.
-        scheduler.schedule_stream.synchronize = lambda: None
-    scheduler._war_barrier_enabled = device.type == "cuda"
+    platform.adapt_engine(scheduler)
     scheduler.metrics_reporter.start_scheduler_time_accounting()
     return scheduler
 
@@ -210,15 +254,15 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
     SGLang seeds all of them when it is built.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    platform = platform_of(device.type)
+    on_device = platform.rng_state(device)
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        platform.restore_rng(device, on_device)
 
 
 @contextmanager

@@ -5,12 +5,15 @@ Not covered: how the panel looks on a given terminal; only what is in it and wha
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 
 import pytest
@@ -88,8 +91,17 @@ def test_off_is_silent_and_an_unknown_mode_is_refused() -> None:
         Console("fancy")
 
 
-def in_terminal(body: str) -> tuple[str, int]:
-    """What a program writes to a terminal of 80 columns, and its exit code."""
+def _own_the_terminal() -> None:
+    """As a shell does for its command, so that the terminal's Ctrl-C reaches it."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def in_terminal(body: str, columns: int = 80, type_at: str | None = None) -> tuple[str, int]:
+    """What a program writes to a terminal of that width, and its exit code.
+
+    Ctrl-C is typed once it has written `type_at`.
+    """
     ours, theirs = pty.openpty()
     program = "import os, signal, sys\nfrom megarl.observe.console import Console\n"
     process = subprocess.Popen(
@@ -97,7 +109,8 @@ def in_terminal(body: str) -> tuple[str, int]:
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24"},
+        preexec_fn=_own_the_terminal,
     )
     os.close(theirs)
     parts = []
@@ -109,6 +122,9 @@ def in_terminal(body: str) -> tuple[str, int]:
         if not part:
             break
         parts.append(part)
+        if type_at is not None and type_at in b"".join(parts).decode(errors="ignore"):
+            os.write(ours, b"\x03")
+            type_at = None
     os.close(ours)
     return b"".join(parts).decode(), process.wait(timeout=30)
 
@@ -158,3 +174,83 @@ def test_the_terminal_is_usable_however_a_run_ends(end: str, code: int) -> None:
     assert returned == code
     assert HIDE in written and written.rindex(SHOW) > written.rindex(HIDE)
     assert "update" in written[written.rindex("╭") :]
+
+
+@pytest.mark.parametrize("columns", [78, 60, 40, 24, 12])
+def test_a_narrow_terminal_keeps_labels_and_first_values(columns: int) -> None:
+    written, code = in_terminal(
+        f"""
+        row = {ROW!r}
+        with Console("auto", 40, title="quickstart-s1") as console:
+            console.stage("generate")
+            for iteration in range(30):
+                console.iteration(row | {{"iteration": iteration, "reward/mean": iteration / 9}})
+        """,
+        columns,
+    )
+    assert code == 0
+    panel = written[written.rindex("╭") : written.rindex("╯") + 1].split("\r\n")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in panel]
+    assert {len(line) for line in lines} == {min(columns, 78)}
+    assert len(lines) == 8
+    if columns >= 40:
+        for line, label in zip(
+            lines[1:], ["iteration  30/40", "reward     3.2222   "], strict=False
+        ):
+            assert label in line
+        assert "…" not in "".join(lines)
+    if columns >= 60:
+        assert "parity gap 1.5e-05" in lines[4] and "2.00 s an iteration" in lines[6]
+
+
+def test_ctrl_c_leaves_the_panel_the_line_and_a_clean_terminal() -> None:
+    written, code = in_terminal(
+        f"""
+        import time
+        from pathlib import Path
+        from megarl.observe.logs import captured
+        with captured(Path(os.devnull), 0), Console("auto", 40) as console:
+            console.stage("update")
+            console.iteration({ROW!r})
+            time.sleep(30)
+        """,
+        type_at="1/40",
+    )
+    assert code == 130
+    below = written[written.rindex("╯") :]
+    assert "megarl: interrupted" in below and "Traceback" not in written
+    assert written.rindex(SHOW) > written.rindex(HIDE)
+
+
+def test_an_error_is_told_below_the_panel() -> None:
+    written, code = in_terminal(
+        f"""
+        from pathlib import Path
+        from megarl.observe.logs import captured
+        with captured(Path(os.devnull), 0), Console("auto", 40) as console:
+            console.stage("update")
+            console.iteration({ROW!r})
+            raise RuntimeError("boom")
+        """
+    )
+    assert code == 1
+    assert "megarl: error: boom" in written[written.rindex("╯") :]
+    assert "Traceback" not in written
+
+
+def test_an_error_of_another_rank_stands_below_the_panel(tmp_path) -> None:
+    """That rank's own line was drawn over: the panel's process knows nothing of it."""
+    written, code = in_terminal(
+        f"""
+        from pathlib import Path
+        from megarl import torchrun
+        from megarl.observe.logs import captured
+        torchrun.told = lambda: "rank 1: boom"
+        with captured(Path({str(tmp_path / "log")!r}), 0), Console("auto", 40) as console:
+            console.stage("update")
+            console.iteration({ROW!r})
+            raise RuntimeError("Connection closed by peer")
+        """
+    )
+    assert code == 1
+    assert "megarl: error: rank 1: boom" in written[written.rindex("╯") :]

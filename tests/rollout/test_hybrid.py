@@ -33,6 +33,7 @@ ACTOR = SimpleNamespace(
     clip_grad=1.0,
     distributed_optimizer=True,
     logprob_chunk_tokens=64,
+    recompute="none",
     max_skipped_steps=3,
 )
 

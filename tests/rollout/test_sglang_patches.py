@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ RELIED_ON = {
     "sglang.kernels.ops.sampling.murmur_hash:murmur_hash32_kernel": "60f22453",
     "sglang.srt.layers.logits_processor:LogitsProcessor._copy_logits_to_buffer": "8d88229d",
     "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend": "c681bb92",
+    # Replaced by `platforms/sglang_results.py`, or what it leaves out for requests of megarl's.
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor.process_batch_result_decode": "58f0802c",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._handle_finish_state_updated_req": "1c1fdffa",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._apply_decode_logprobs": "1bfeaa5b",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._mamba_prefix_cache_update": "7ec9eb05",
+    "sglang.srt.managers.scheduler:Scheduler.init_batch_result_processor": "de5d77fb",
+    "sglang.srt.managers.scheduler:Scheduler._add_request_to_queue": "f75b6a4d",
+    "sglang.srt.mem_cache.common:maybe_cache_unfinished_req": "7c703be9",
+    "sglang.srt.mem_cache.common:release_kv_cache": "dceef436",
     # Loaded by path by `platforms/cpu.py`.
     "sglang._platform_stubs:_MockModule": "ed1a26a7",
 }
@@ -190,7 +204,7 @@ def test_the_race_draws_what_sglangs_gumbel_maximum_draws(ranks) -> None:
 
 def _attention(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     platforms.prepare_sglang()
-    from megarl.platforms.sglang_patches import BatchedDecodeAttention, TorchNativeAttnBackend
+    from megarl.platforms.sglang_attention import BatchedAttention, TorchNativeAttnBackend
 
     torch.manual_seed(heads + groups)
     lengths, size = torch.tensor([1, 9, 4, 30]), 16
@@ -211,7 +225,7 @@ def _attention(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
         out_cache_loc=None,
     )
     outputs = []
-    for backend in (BatchedDecodeAttention(runner), TorchNativeAttnBackend(runner)):
+    for backend in (BatchedAttention(runner), TorchNativeAttnBackend(runner)):
         backend.init_forward_metadata(batch)
         output = torch.empty(4, heads, size)
         backend._run_sdpa_forward_decode(
@@ -233,4 +247,75 @@ def _attention(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (5, 1)])
 def test_batched_decode_attention_is_the_loops(ranks, heads: int, groups: int) -> None:
     ours, theirs = ranks.run(1, _attention, heads, groups)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _prefill(heads: int, groups: int, lengths: list[int], prefixes: list[int]) -> list[Any]:
+    """Outputs of both backends for the last tokens of prompts, and of how many loops ours ran."""
+    platforms.prepare_sglang()
+    from megarl.platforms.sglang_attention import BatchedAttention, TorchNativeAttnBackend
+
+    torch.manual_seed(heads + groups)
+    whole, cached, size = torch.tensor(lengths), torch.tensor(prefixes), 16
+    table = torch.full((8, 64), 10_000, dtype=torch.int32)  # stale past a sequence's end
+    rows = torch.tensor([6, 3, 0, 5])
+    slots = torch.randperm(200, dtype=torch.int32)
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        table[row, :length], slots = slots[:length], slots[length:]
+    tokens = int((whole - cached).sum())
+    query = torch.randn(tokens, heads, size)
+    keys, values = torch.randn(200, groups, size), torch.randn(200, groups, size)
+    runner = SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=SimpleNamespace(),
+    )
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: False), out_cache_loc=None
+    )
+    loops: list[int] = []
+
+    class Counting(TorchNativeAttnBackend):
+        def _run_sdpa_forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loops.append(1)
+            return super()._run_sdpa_forward_extend(*args, **kwargs)
+
+    class Ours(BatchedAttention, Counting):
+        pass
+
+    outputs = []
+    for backend in (Ours(runner), TorchNativeAttnBackend(runner)):
+        backend.init_forward_metadata(batch)
+        output = torch.full((tokens, heads, size), torch.nan)
+        backend._run_sdpa_forward_extend(
+            query,
+            output,
+            keys,
+            values,
+            table,
+            rows,
+            whole,
+            cached,
+            whole - cached,
+            scaling=0.3,
+            enable_gqa=heads != groups,
+            causal=True,
+        )
+        outputs.append(output)
+    return [*outputs, len(loops)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("heads, groups", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize(
+    "lengths, prefixes, loops",
+    [
+        ([10, 12, 9, 11], [0, 0, 0, 0], 0),
+        ([1, 9, 4, 30], [0, 0, 0, 0], 1),  # more padding than prompts
+        ([10, 12, 9, 11], [0, 5, 0, 0], 1),  # a prefix is there already
+    ],
+)
+def test_batched_prefill_attention_is_the_loops(ranks, heads, groups, lengths, prefixes, loops):
+    ours, theirs, looped = ranks.run(1, _prefill, heads, groups, lengths, prefixes)[0]
+    assert looped == loops
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -59,6 +59,7 @@ def section(**changes: Any) -> SimpleNamespace:
         "max_running_requests": 64,
         "chunked_prefill_tokens": 512,
         "retries": 1,
+        "release": False,
     }
     return SimpleNamespace(**(values | changes))
 
