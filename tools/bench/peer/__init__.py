@@ -1,0 +1,1 @@
+"""Comparison with TRL's GRPOTrainer: the same model, task and work on the same machine."""
