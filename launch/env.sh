@@ -24,7 +24,7 @@ megarl_find_python() {
         python="$(command -v python3)" || megarl_fail "there is no python3 here; run \`make venv\`"
     fi
     local missing
-    missing="$("$python" - <<'PYTHON'
+    missing="$(trap '' INT; "$python" - <<'PYTHON'
 from importlib.util import find_spec
 
 modules = "torch megatron sglang transformers pydantic ruamel blake3".split()
@@ -51,11 +51,15 @@ megarl_launch() {
         esac
     done
     [ -n "$recipe" ] || { megarl_usage >&2; exit 2; }
+    # Signals are for this shell alone until the launcher takes over: Python would show a traceback.
+    trap 'echo "megarl: interrupted" >&2; exit 130' INT
+    trap 'echo "megarl: ended by SIGTERM" >&2; exit 143' TERM
     megarl_find_python
     export PYTHONPATH="$megarl_root${PYTHONPATH:+:$PYTHONPATH}"
     # One thread per rank: measured best here, and torchrun would print a notice about it otherwise.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    ranks="$("$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" || exit $?
+    ranks="$(trap '' INT; "$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" ||
+        exit $?
     command=("$python" -m megarl.launcher "$ranks" "$module" "$recipe" "${settings[@]}")
     if [ -n "$dry_run" ]; then
         printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"

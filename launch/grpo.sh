@@ -1,7 +1,10 @@
 #!/bin/bash
-#SBATCH --job-name=megarl --nodes=1 --exclusive
+#SBATCH --job-name=megarl --nodes=1 --ntasks-per-node=1
 ''':' # Bash runs from here to the quotes; Python (torchrun runs this file with it) reads a string.
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+here="$(dirname "${BASH_SOURCE[0]}")"
+# sbatch runs a copy of this file in a spool folder, but the job knows where it was.
+[ -f "$here/env.sh" ] || here="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=||p')"
+source "${here%%/grpo.sh*}/env.sh" || exit 2
 megarl_launch megarl.train "$@"
 exit
 '''

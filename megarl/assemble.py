@@ -11,18 +11,20 @@ from pathlib import Path
 
 import torch
 
-from megarl.contracts.mesh import Mesh
 from megarl.contracts.records import Prompt
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptCursor, PromptSet
+from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
 from megarl.models.roles import Actor, Reference
 from megarl.observe.console import Console
 from megarl.observe.environment import write_environment
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.timeline import Stopwatch
+from megarl.platforms import platform_of
+from megarl.platforms.offload import OptimizerOffload
 from megarl.recipe import Recipe
 from megarl.reshard.families import read_spec
 from megarl.reshard.families.spec import ModelSpec
@@ -33,10 +35,6 @@ from megarl.rollout.generator import Generator
 from megarl.rollout.hybrid import HybridEngine
 from megarl.run import Run
 from megarl.world import World
-
-
-def mesh_of(recipe: Recipe) -> Mesh:
-    return Mesh(recipe.world.ranks, recipe.actor.tp, recipe.actor.pp, recipe.rollout.tp)
 
 
 def sampling_of(recipe: Recipe, tokens: Tokens) -> SamplingContract:
@@ -56,14 +54,14 @@ def sampling_of(recipe: Recipe, tokens: Tokens) -> SamplingContract:
 
 
 @contextmanager
-def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
+def assembled(recipe: Recipe, world: World, failure: Failure) -> Iterator[Run]:
     """The run, ready for its first iteration.
 
     Closed in the order that both libraries need: SGLang, megatron's parallel state; the default
-    process group is the caller's.
+    process group is the caller's. An error is told before anything is closed.
     """
     folder, main = recipe.run_folder, world.is_main
-    with ExitStack() as stack:
+    with ExitStack() as stack, failure.told():
         mode = recipe.observe.console if main else "off"
         console = Console(mode, recipe.run.iterations, title=recipe.run.name)
         stack.enter_context(console)
@@ -73,21 +71,21 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
             metrics = stack.enter_context(MetricsWriter(folder, recipe.observe.tensorboard))
         journal = Journal(folder / "journal.jsonl" if main else None)
         stack.callback(journal.close)
-        console.stage("load data")
+        failure.attach(journal, console)
+        _announce("load_data", world, console)
         tokens, train, held_out = _load_data(recipe)
         _write_facts(recipe, world, folder, train)
-        if train.refusals:
-            told = f"{len(train.refusals)} rows of {recipe.data.train} refused, see data.json"
-            console.note(f"{told}; first {train.refusals[0].where}: {train.refusals[0].why}")
+        _note_refusals(train, recipe.data.train, console)
         pool = None
         if world.leads_replica:
             pool = ScoringPool(recipe.reward, tokens)
             stack.callback(pool.close)
-        console.stage("build actor")
+        _announce("build_actor", world, console)
         spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)
         actor, reference = _megatron_roles(recipe, world, spec)
-        console.stage("start generator")
+        offload = _offload(recipe, world, actor)
+        _announce("start_generator", world, console)
         generator = _generator(recipe, world)
         stack.callback(generator.close)
         resharder = _resharder(recipe, world, spec, actor, generator)
@@ -101,7 +99,7 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
             held_out=held_out,
             actor=actor,
             reference=reference,
-            hybrid=HybridEngine(world, journal, generator, resharder, stopwatch),
+            hybrid=HybridEngine(world, journal, generator, resharder, stopwatch, offload),
             pool=pool,
             sampling=sampling_of(recipe, tokens),
             journal=journal,
@@ -115,6 +113,18 @@ def assembled(recipe: Recipe, world: World) -> Iterator[Run]:
         gc.freeze()
         console.start(recipe.run.iterations)
         yield run
+
+
+def _announce(stage: str, world: World, console: Console) -> None:
+    world.enter(stage)
+    console.stage(stage.replace("_", " "))
+
+
+def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:
+    if prompts.refusals:
+        first = prompts.refusals[0]
+        told = f"{len(prompts.refusals)} rows of {file} refused, see data.json"
+        console.note(f"{told}; first {first.where}: {first.why}")
 
 
 def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, tuple[Prompt, ...]]:
@@ -143,6 +153,15 @@ def _megatron_roles(
     )
     actor = Actor(*shared, steps, recipe.seed)
     return actor, Reference(*shared) if recipe.algorithm.kl.beta else None
+
+
+def _offload(recipe: Recipe, world: World, actor: Actor) -> OptimizerOffload | None:
+    """Out already, if the recipe says so: the generator then starts with that memory free."""
+    if recipe.actor.offload == "none":
+        return None
+    offload = OptimizerOffload(actor.trainer, platform_of(world.device.type))
+    offload.out()
+    return offload
 
 
 def _generator(recipe: Recipe, world: World) -> Generator:

@@ -1,6 +1,7 @@
 """The process boundary of a rank: arguments in, exit code out, one clear line when it fails.
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments or recipe, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong arguments, recipe or model folder, 128 + n ended by signal n
+(130: Ctrl-C).
 """
 
 from __future__ import annotations
@@ -8,10 +9,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.observe.logs import captured, fail
+from megarl.contracts.mesh import Mesh
+from megarl.faults import FaultRefused, planned
+from megarl.observe.logs import Terminal, captured, fail
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe_reference import help_text
+from megarl.reshard.families import FolderError, read_spec
+from megarl.reshard.layout import megatron_placement, sglang_placement
+from megarl.reshard.placement import LayoutError
+from megarl.torchrun import die_with_launcher
+
+if TYPE_CHECKING:
+    from megarl.platforms.interface import Platform
 
 USAGE = """usage: python -m megarl.train RECIPE [key=value …]
 
@@ -29,17 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE + "\n" + help_text())
         return 0 if arguments else 2
+    die_with_launcher()
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
         _check_world(recipe)
+        _check_model(recipe)
+        planned(rank=0)
         _prepare_folder(recipe)
-    except RecipeError as error:
+    except (RecipeError, FolderError, LayoutError, FaultRefused) as error:
         fail(str(error))
         return 2
     rank = int(os.environ.get("RANK", "0"))
-    with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank):
-        _run(recipe)
-    return 0
+    with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal:
+        return _run(recipe, terminal)
+
+
+def mesh_of(recipe: Recipe) -> Mesh:
+    return Mesh(recipe.world.ranks, recipe.actor.tp, recipe.actor.pp, recipe.rollout.tp)
 
 
 def _check_world(recipe: Recipe) -> None:
@@ -52,6 +70,16 @@ def _check_world(recipe: Recipe) -> None:
         )
 
 
+def _check_model(recipe: Recipe) -> None:
+    """Before the slow imports: the model's numbers, and whether they can be cut as the recipe says.
+
+    Raises `FolderError` and `LayoutError`.
+    """
+    spec, mesh = read_spec(Path(recipe.model.path)), mesh_of(recipe)
+    megatron_placement(spec, mesh)
+    sglang_placement(spec, mesh, recipe.world.device)
+
+
 def _prepare_folder(recipe: Recipe) -> None:
     """On rank 0, before the slow imports: refuse to write over a run that lies there."""
     if os.environ.get("RANK", "0") != "0":
@@ -61,29 +89,59 @@ def _prepare_folder(recipe: Recipe) -> None:
     open_folder(recipe)
 
 
-def _run(recipe: Recipe) -> None:
-    import torch
+def _platform(recipe: Recipe) -> Platform:
+    """Of the recipe's device, made ready before the libraries ask torch what there is."""
+    from megarl.platforms import platform_of
 
-    from megarl.assemble import assembled, mesh_of
+    platform = platform_of(recipe.world.device)
+    platform.prepare()
+    return platform
+
+
+def _run(recipe: Recipe, terminal: Terminal) -> int:
+    platform = _platform(recipe)
+    refusal = platform.refusal()
+    if refusal is not None:
+        fail(refusal)
+        return 2
+    import torch
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from megarl.assemble import assembled
+    from megarl.failure import Failure
+    from megarl.stages import StageBoard
     from megarl.train import train
+    from megarl.watchdog import Watchdog
     from megarl.world import World, process_group
 
-    if recipe.world.device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(
-            "world.device is cuda, but torch sees no GPU here; set world.device=cpu, "
-            "or install a CUDA build of torch and check nvidia-smi"
-        )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if recipe.world.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with process_group(device.type, recipe.world.timeout_seconds):
-        world = World(mesh_of(recipe), device, recipe.world.timeout_seconds)
-        with assembled(recipe, world) as run:
-            try:
-                train(run)
-            except BaseException as error:
-                run.record_failure(error)
-                raise
+    device = platform.device(local)
+    board = StageBoard(int(os.environ.get("RANK", "0")))
+    failure = Failure(terminal, board)
+    failure.watch_signals()
+    limits = recipe.world.stage_timeouts
+    patience = _patience(recipe)
+    with process_group(platform.backend, patience):
+        world = World(mesh_of(recipe), device, patience, board)
+        with (
+            Watchdog(
+                board,
+                _get_default_store(),
+                world.rank,
+                world.size,
+                lambda stage: limits.get(stage, recipe.world.timeout_seconds),
+                failure.stuck,
+            ),
+            assembled(recipe, world, failure) as run,
+        ):
+            train(run)
             run.mark_finished()
+    return 0
+
+
+def _patience(recipe: Recipe) -> float:
+    """Seconds that a collective waits. Longer than any honest wait, which spans the stages of a
+    slower rank up to the next collective: the watchdog comes first and can say who is stuck."""
+    longest = max(recipe.world.timeout_seconds, *recipe.world.stage_timeouts.values(), 0.0)
+    return 2 * longest + 30

@@ -140,7 +140,7 @@ def _first_problem(error: ValidationError, settings: Settings) -> str:
     """The first of pydantic's complaints as our one line."""
     problems = error.errors(include_url=False)
     problem = problems[0]
-    path = problem["loc"]
+    path = tuple(part for part in problem["loc"] if part != "[key]")
     given = problem["input"]
     match problem["type"]:
         case "missing":

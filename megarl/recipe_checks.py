@@ -36,23 +36,24 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _groups(recipe)
     yield from _tokens(recipe)
     yield from _sampling(recipe)
+    yield from _memory(recipe)
     yield from _optimizer(recipe)
     yield from _reward(recipe)
     yield from _parity(recipe)
 
 
 def _layout(recipe: Recipe) -> Iterator[Refusal]:
-    ranks, actor_tp, rollout_tp = recipe.world.ranks, recipe.actor.tp, recipe.rollout.tp
-    if recipe.actor.pp != 1:
+    ranks, rollout_tp = recipe.world.ranks, recipe.rollout.tp
+    tp, pp = recipe.actor.tp, recipe.actor.pp
+    if ranks % (tp * pp):
+        keys, product, change = ("world.ranks", "actor.tp"), f"actor.tp {tp}", "actor.tp"
+        if pp > 1:
+            keys = ("actor.pp", *keys)
+            product, change = f"{product} × actor.pp {pp}", "actor.tp or actor.pp"
         yield (
-            ("actor.pp",),
-            f"pipeline parallelism of {recipe.actor.pp} is not offered; set actor.pp to 1",
-        )
-    elif ranks % actor_tp:
-        yield (
-            ("world.ranks", "actor.tp"),
-            f"{ranks} ranks do not divide by actor.tp {actor_tp}; make world.ranks a multiple of "
-            f"{actor_tp} or change actor.tp",
+            keys,
+            f"{ranks} ranks do not divide by {product}; make world.ranks a multiple of {tp * pp} "
+            f"or change {change}",
         )
     if ranks % rollout_tp:
         yield (
@@ -119,6 +120,15 @@ def _sampling(recipe: Recipe) -> Iterator[Refusal]:
                 "distribution, the samples would come from a filtered or penalised one; leave it "
                 f"out or set {neutral}",
             )
+
+
+def _memory(recipe: Recipe) -> Iterator[Refusal]:
+    if recipe.rollout.release and recipe.world.device == "cpu":
+        yield (
+            ("rollout.release", "world.device"),
+            "a CPU cannot give the generator's memory back while it trains; set rollout.release "
+            "to false, or world.device to cuda",
+        )
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Refusal]:

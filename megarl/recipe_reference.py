@@ -135,6 +135,8 @@ def _takes(info: FieldInfo) -> str:
             return " or ".join(
                 "empty" if part is type(None) else name(part) for part in get_args(kind)
             )
+        if get_origin(kind) is dict:
+            return f"mapping to {name(get_args(kind)[1])}"
         if get_origin(kind) is tuple:
             parts = get_args(kind)
             if parts[-1] is Ellipsis:

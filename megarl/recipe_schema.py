@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ruamel.yaml import YAML
 
 from megarl.contracts.hashes import contract_hash
+from megarl.stages import STAGES
 
 Dtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Field(gt=0)]
@@ -22,6 +23,7 @@ Natural = Annotated[int, Field(ge=0)]
 FilePath = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 StatusRule = Literal["drop", "retry", "stop", "penalty"]
+StageName = Literal[STAGES]
 
 # Largest and mean |trainer − generator| log-prob gap, in nats, that rounding alone can explain.
 PARITY_DEFAULTS = {"float32": (1e-4, 1e-5), "bfloat16": (5e-2, 5e-3)}
@@ -83,7 +85,10 @@ class WorldSection(Section):
     ranks: Positive = Field(description="Processes (ranks) in all, one per accelerator.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where models live.")
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="Longest wait at a barrier or vote before the missing are named."
+        600.0, description="Longest a stage may take; then the ranks stuck in it are named."
+    )
+    stage_timeouts: dict[StageName, Annotated[float, Field(gt=0)]] = Field(
+        {}, description=f"Other limits, by stage: {', '.join(STAGES)}."
     )
 
 
@@ -91,7 +96,7 @@ class ActorSection(Section):
     """The trained model on megatron-core: layout, optimizer, micro-batches."""
 
     tp: Positive = Field(1, description="Tensor-parallel size.")
-    pp: Positive = Field(1, description="Pipeline-parallel size; only 1 is offered.")
+    pp: Positive = Field(1, description="Pipeline-parallel size; it must divide the layers.")
     lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate (Adam).")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After the warm-up: constant, or decay to min_lr by the last step."
@@ -113,8 +118,18 @@ class ActorSection(Section):
     distributed_optimizer: bool = Field(
         True, description="Cut optimizer state over the data-parallel ranks."
     )
+    offload: Literal["none", "optimizer"] = Field(
+        "none",
+        description="Outside of updates: keep everything on the device, or the optimizer state in "
+        "host memory and no gradients at all; same numbers.",
+    )
     tokens_per_micro_batch: Positive = Field(
         description="Token budget of a packed micro-batch (prompt + response), per rank."
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="full: make every layer's activations again for the backward; less memory, "
+        "more time, same numbers.",
     )
     logprob_chunk_tokens: Positive = Field(
         1024, description="Tokens whose logits exist at a time; less memory, same numbers."
@@ -142,6 +157,11 @@ class RolloutSection(Section):
     dtype: Dtype = Field("float32", description="Dtype of the generator's weights.")
     attention_backend: str = Field(
         "auto", description="SGLang attention backend; auto: the platform's."
+    )
+    release: bool = Field(
+        False,
+        description="Give the memory of weights and KV cache to training while nothing is "
+        "generated; needs world.device cuda and torch_memory_saver.",
     )
     stop: tuple[str, ...] = Field(
         (), strict=False, description="Texts of one token each that end a response, besides EOS."

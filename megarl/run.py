@@ -89,8 +89,8 @@ class Run:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Names the stage for the console and adds its seconds to `time/<name>`."""
-        self.world.stage = name
-        self.console.stage(name)
+        self.world.enter(name)
+        self.console.stage(name.replace("_", " "))
         with self.stopwatch(name):
             yield
 
@@ -215,12 +215,6 @@ class Run:
                 getattr(torch, self.recipe.model.dtype),
             )
         return result
-
-    def record_failure(self, error: BaseException) -> None:
-        """FAILED in the journal, with the stage this rank was in."""
-        if hasattr(self, "version"):
-            reason = f"{self.world.stage}: {type(error).__name__}: {error}"
-            self.enter(State.FAILED, self.journal.iteration, reason=reason)
 
     def mark_finished(self) -> None:
         """The last write of a run."""

@@ -12,6 +12,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    import signal
+
+    # Until the boundary takes signals over, Ctrl-C ends this process at once and silently.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The process boundary comes first: it checks the recipe, takes the libraries' noise to the
     # log, and only then imports this file again, now with torch, megatron and SGLang.
     from megarl.process import main
@@ -88,6 +92,8 @@ def sample(
         run.enter(State.GENERATING, iteration, samples=len(requests))
         with run.stage("generate"):
             generated = rollout(run.world, generator, requests, run.sampling, run.version, grading)
+            with run.stopwatch("wait"):  # the stage lasts until the slowest replica is done
+                run.world.gather(None)
     run.enter(State.PREPARING, iteration, samples=len(requests))
     with run.stage("grade"):
         records = grading.collect()
@@ -115,7 +121,10 @@ def seal_experience(
             samples, scores = exchange(world, generated, table, plan.update.owner)
         with run.stage("log_probs"):
             packs = plan.update.local_packs(world.dp_index)
-            prepared = prepare(samples, packs, run.actor, run.reference, world.device)
+            one_length = world.mesh.pp > 1
+            prepared = prepare(
+                samples, packs, run.actor, run.reference, world.device, one_length=one_length
+            )
             parity = measure_parity(world, prepared)
             run.check_parity(parity)
     with run.stage("seal"):

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.contracts.mesh import Mesh
+from megarl.stages import VOTE, StageBoard
+
+GATHER_BYTES = 2048
+"""Pickled size up to which `World.gather` takes one collective; votes and verdicts are shorter."""
 
 
 class Disagreement(RuntimeError):
@@ -30,13 +34,20 @@ class RanksMissing(RuntimeError):
 class World:
     """This rank's place and the few collectives the loop uses.
 
-    `stage` is the last named barrier or vote this rank entered; time-outs name it.
+    `stage` is the last stage, barrier or vote this rank entered; time-outs name it.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        timeout: float,
+        board: StageBoard | None = None,
+    ) -> None:
         """The default process group must exist and have `mesh.world` ranks.
 
-        `timeout` in seconds bounds every barrier and vote.
+        `timeout` in seconds bounds every barrier and vote. `board` is where this rank's stage is
+        kept for others to see.
         """
         if dist.get_world_size() != mesh.world:
             raise ValueError(
@@ -48,8 +59,16 @@ class World:
         self.size = mesh.world
         self.device = device
         self.timeout = timedelta(seconds=timeout)
-        self.stage = "start"
+        self.board = StageBoard() if board is None else board
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+
+    @property
+    def stage(self) -> str:
+        return self.board.now.stage
+
+    def enter(self, stage: str) -> None:
+        """Say that this rank is in `stage` from here on; every rank does, in the same order."""
+        self.board.enter(stage)
 
     @property
     def is_main(self) -> bool:
@@ -79,7 +98,7 @@ class World:
 
     def barrier(self, stage: str) -> None:
         """Wait for every rank; `RanksMissing` names those that did not come and the stage."""
-        self.stage = stage
+        self.enter(stage)
         try:
             dist.monitored_barrier(self.control, timeout=self.timeout, wait_all_ranks=True)
         except RuntimeError as error:
@@ -88,19 +107,30 @@ class World:
             ) from error
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank, on every rank. For small plain objects."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.control)
-        room = max(int(size) for size in sizes)
-        padded = torch.zeros(room, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        parts = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.control)
-        return [
-            pickle.loads(bytes(part[: int(size)].numpy()))
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        """Every rank's `value`, by rank, on every rank. For small plain objects.
+
+        One collective for what fits `GATHER_BYTES` on all ranks, a second for the rest of it.
+        """
+        mine = pickle.dumps(value)
+        sent = len(mine).to_bytes(8, "little") + mine[:GATHER_BYTES].ljust(GATHER_BYTES, b"\0")
+        heads = self._gather_bytes(sent)
+        sizes = [int.from_bytes(head[:8], "little") for head in heads]
+        parts = [head[8 : 8 + size] for head, size in zip(heads, sizes, strict=True)]
+        more = max(sizes) - GATHER_BYTES
+        if more > 0:
+            rests = self._gather_bytes(mine[GATHER_BYTES:].ljust(more, b"\0"))
+            parts = [
+                part + rest[: size - len(part)]
+                for part, rest, size in zip(parts, rests, sizes, strict=True)
+            ]
+        return [pickle.loads(part) for part in parts]
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, as many on each."""
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self.control)
+        return [part.numpy().tobytes() for part in received]
 
     def totals(self, values: Mapping[str, float], *, counted: bool = True) -> dict[str, float]:
         """Sums of `values` over the data, float64, the same on every rank.
@@ -129,7 +159,7 @@ class World:
         Raises `Disagreement` naming the ranks that differ or reported an `error`, on every rank,
         and `RanksMissing` when some did not come in time.
         """
-        self.barrier(f"vote {stage}")
+        self.barrier(VOTE + stage)
         votes = self.gather({"stage": stage, "statement": dict(statement), "error": error})
         failed = [
             f"rank {rank}: {vote['error']}" for rank, vote in enumerate(votes) if vote["error"]
@@ -145,7 +175,7 @@ class World:
 
 
 @contextmanager
-def process_group(device: str, timeout: float) -> Iterator[None]:
+def process_group(backend: str, timeout: float) -> Iterator[None]:
     """The default process group for torchrun's environment, or a world of one without it."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -153,7 +183,6 @@ def process_group(device: str, timeout: float) -> Iterator[None]:
         arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
     else:
         arguments = {}
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **arguments)
     try:
         yield

@@ -133,7 +133,7 @@ def test_recipe_is_frozen(recipe_file: Path) -> None:
 
 # key, refused value, what the message must say besides place and key
 CROSS_CHECKS = [
-    ("actor.pp", "2", "set actor.pp to 1"),
+    ("actor.pp", "2", "make world.ranks a multiple of 4 or change actor.tp or actor.pp"),
     ("world.ranks", "3", "make world.ranks a multiple of 2"),
     ("rollout.tp", "4", "make world.ranks a multiple of 4 or change rollout.tp"),
     ("rollout.group_size", "1", "set rollout.group_size to 2 or more"),
@@ -141,6 +141,7 @@ CROSS_CHECKS = [
     ("actor.tokens_per_micro_batch", "31", "raise it to 32 or more"),
     ("rollout.max_total_tokens", "39", "raise it to 40 or more"),
     ("rollout.chunked_prefill_tokens", "257", "does not fit into rollout.max_total_tokens 256"),
+    ("rollout.release", "true", "a CPU cannot give the generator's memory back"),
     ("rollout.top_p", "0.9", "the trainer scores the full distribution"),
     ("actor.min_lr", "1.0", "is above lr 0.0002"),
     ("actor.min_lr", "1e-5", "set actor.lr_schedule to linear or cosine"),
@@ -426,7 +427,7 @@ def test_hash_is_the_recorded_one(recipe_file: Path) -> None:
     # Fails when a key or default changes: then every recorded hash changes too, on purpose.
     assert (
         load_recipe(recipe_file).hash
-        == "sha256:32c52c138f2f0e4593d4cf3cefa812562a8612c0b3f6113ba588b517736d8350"
+        == "sha256:67de2ffa2999439fc442708115079c5f4d059a8955035375f03568c031c25ee4"
     )
 
 

@@ -49,6 +49,24 @@ def test_totals_count_each_datum_once(ranks) -> None:
         assert math.isnan(largest)
 
 
+def _gathered() -> list[list[int]]:
+    """Values whose pickles are around the size that one collective takes, another on each rank."""
+    from megarl.world import GATHER_BYTES
+
+    world = _world(tp=1)
+    sizes = [[0, GATHER_BYTES * 3], [GATHER_BYTES * 3, 1], *([n, n] for n in _AROUND), [5, 0]]
+    return [[len(part) for part in world.gather(b"x" * pair[world.rank])] for pair in sizes]
+
+
+_AROUND = range(2048 - 40, 2048 + 3)
+
+
+@pytest.mark.dist
+def test_a_gather_brings_values_of_any_size(ranks) -> None:
+    expected = [[0, 2048 * 3], [2048 * 3, 1], *([n, n] for n in _AROUND), [5, 0]]
+    assert ranks.run(2, _gathered) == [expected, expected]
+
+
 def _vote(case: str) -> str:
     world = _world(tp=1, timeout=3.0)
     try:

@@ -131,6 +131,11 @@ class Journal:
         ):
             raise IllegalTransition(f"{version} is older than {self.version}")
 
+    def fail(self, reason: str) -> None:
+        """FAILED, once, where the run has come to a version."""
+        if self.version is not None and self.state is not State.FAILED:
+            self.enter(State.FAILED, self.iteration, self.version, reason=reason)
+
     def close(self) -> None:
         if self._file is not None:
             self._file.flush()

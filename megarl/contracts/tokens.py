@@ -169,12 +169,13 @@ class Tokens:
 
         Raises `TokensError` on an id the tokenizer does not know.
         """
-        kept = []
-        for id_ in map(int, ids):
-            if not (0 <= id_ < self.vocab_size and self.known_ids[id_]):
-                raise TokensError(f"token id {id_} is unknown to the tokenizer of {self.folder}")
-            if id_ not in self.special_ids:
-                kept.append(id_)
+        all_ids = np.fromiter(ids, dtype=np.int64)
+        known = (all_ids >= 0) & (all_ids < self.vocab_size)
+        known[known] = self.known_ids[all_ids[known]]
+        if not known.all():
+            first = all_ids[~known][0]
+            raise TokensError(f"token id {first} is unknown to the tokenizer of {self.folder}")
+        kept = [id_ for id_ in all_ids.tolist() if id_ not in self.special_ids]
         return self._tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -20,12 +20,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
 
+from megarl import torchrun
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LEVELS = MappingProxyType({"": logging.INFO, "sglang": logging.WARNING})
 """What is kept in the log, by logger; SGLang's INFO would be a line for every batch."""
-PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "failed to pass monitored")
+PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "failed to pass monitored",
+    "remote process exited",
+)
 """In an error's text: it probably follows from another rank's, which should be told first."""
-PEER_PATIENCE = 3.0
+PEER_PATIENCE = 8.0
 """Seconds that a rank with such an error waits for the other rank to tell its own."""
 
 
@@ -37,45 +44,41 @@ class Terminal:
         self.stdout = stdout
         self.stderr = stderr
         self.rank = rank
+        self._reported: BaseException | None = None
 
-    def report(self, error: BaseException) -> None:
-        """The traceback to the log; one line to the person, from one rank of this machine.
+    def report(self, error: BaseException) -> str:
+        """Tell an error and return why the run ends: in its words, or another rank's.
+
+        The traceback to the log; one line to the person, from one rank of this machine.
 
         Under torchrun the first rank to fail tells its error. A rank that fails because a peer
-        went away lets that peer speak first.
+        went away lets that peer speak first. Reporting the same error again prints nothing.
         """
+        if error is self._reported:
+            return torchrun.told() or one_line(error)
+        self._reported = error
         traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()
         line = one_line(error)
-        if not self._may_speak(str(error)):
-            return
+        if lost_a_peer(error):
+            line = f"lost another rank: {line}"
+            until = time.monotonic() + PEER_PATIENCE
+            while time.monotonic() < until and not torchrun.told():
+                time.sleep(0.05)
         where = f"rank {self.rank}: " if "RANK" in os.environ else ""
-        print(
-            f"megarl: error: {where}{line} (traceback in {self.log_file})",
-            file=self.stderr,
-            flush=True,
-        )
+        self.tell(where + line, f" (traceback in {self.log_file})")
+        return torchrun.told() or line
 
-    def _may_speak(self, text: str) -> bool:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return True
-        import psutil
+    def tell(self, why: str, where: str = "") -> None:
+        """One error line to the person, unless a rank of this machine told one already."""
+        if torchrun.may_tell(why):
+            print(f"megarl: error: {why}{where}", file=self.stderr, flush=True)
 
-        # All ranks of this machine share the torchrun parent; its start time guards against a
-        # marker of an earlier launch whose process number came again.
-        parent = psutil.Process(os.getppid())
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f".failed_{parent.pid}_{parent.create_time():.0f}_{restart}"
-        marker = self.log_file.parent / name
-        patience = PEER_PATIENCE if any(sign in text for sign in PEER_LOST) else 0.0
-        until = time.monotonic() + patience
-        while time.monotonic() < until and not marker.exists():
-            time.sleep(0.05)
-        try:
-            marker.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+    def interrupted(self, name: str = "") -> None:
+        """The line for Ctrl-C, or for another signal of this name."""
+        if self.rank == 0:
+            word = f"ended by {name}" if name else "interrupted"
+            print(f"megarl: {word} (log in {self.log_file})", file=self.stderr, flush=True)
 
 
 _active: list[Terminal] = []
@@ -92,6 +95,11 @@ def real_stderr() -> TextIO:
     return _active[-1].stderr if _active else sys.stderr
 
 
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether the error probably follows from the end of another rank."""
+    return any(sign in str(error) for sign in PEER_LOST)
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error's text, with its type unless the text was written by megarl."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -104,9 +112,9 @@ def one_line(error: BaseException) -> str:
 
 
 def fail(message: str) -> None:
-    """For errors that every rank meets alike (a bad recipe): rank 0 prints `megarl: error: …` on
-    the person's standard error. The caller exits."""
-    if os.environ.get("RANK", "0") == "0":
+    """For errors that every rank meets alike (a bad recipe): the first rank to meet it prints
+    `megarl: error: …` on the person's standard error. The caller exits."""
+    if torchrun.may_tell(message):
         print(f"megarl: error: {message}", file=real_stderr(), flush=True)
 
 
@@ -122,8 +130,7 @@ def captured(log_file: Path, rank: int | None = None) -> Iterator[Terminal]:
         yield terminal
     except KeyboardInterrupt as error:
         traceback.print_exception(error, file=sys.stderr)
-        if terminal.rank == 0:
-            print(f"megarl: interrupted (log in {log_file})", file=terminal.stderr, flush=True)
+        terminal.interrupted()
         raise SystemExit(130) from None
     except Exception as error:  # the process boundary: told in one line, traceback in the log
         terminal.report(error)
@@ -143,8 +150,7 @@ def quiet_libraries(log_file: Path, rank: int | None = None) -> Terminal:
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
         if issubclass(kind, KeyboardInterrupt):
             traceback.print_exception(error, file=sys.stderr)
-            if terminal.rank == 0:
-                print(f"megarl: interrupted (log in {log_file})", file=terminal.stderr, flush=True)
+            terminal.interrupted()
         else:
             terminal.report(error)
 

@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_model(folder: Path, seed: int = 1) -> Path:
+def make_model(folder: Path, seed: int = 1, *, tied: bool = False) -> Path:
     """A random Llama-layout HF folder (0.2 M parameters), and prompts of sums beside it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,6 +38,7 @@ def make_model(folder: Path, seed: int = 1) -> Path:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=None,
+        tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).save_pretrained(model)
     rows = [

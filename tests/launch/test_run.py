@@ -112,10 +112,21 @@ def test_the_same_seed_gives_the_same_metrics(run: Finished, data: Path, tmp_pat
     assert _plain(again.rows) == _plain(run.rows)
 
 
-def test_another_layout_samples_the_same_tokens(run: Finished, data: Path, tmp_path: Path) -> None:
-    layout = {"actor.tp": 1, "rollout.tp": 2, "reward.scorers": SCORERS}
-    other = launch("dp2", settings(data, tmp_path, **layout), tmp_path)
+@pytest.mark.parametrize("layout", [{"rollout.tp": 2}, {"actor.pp": 2}])
+def test_another_layout_samples_the_same_tokens(
+    run: Finished, data: Path, tmp_path: Path, layout: dict
+) -> None:
+    overrides = {"actor.tp": 1, "reward.scorers": SCORERS} | layout
+    other = launch("other", settings(data, tmp_path, **overrides), tmp_path)
     assert other.code == 0, other.output + other.logs()
+    hashes = [
+        read_lines(each.folder / "versions.jsonl")[0]["weight_manifest_hash"]
+        for each in (run, other)
+    ]
+    assert hashes[0] == hashes[1]
+    finished = json.loads((other.folder / "finished.json").read_text())
+    assert _manifest_hash(other.folder / "hf") == finished["weight_manifest_hash"]
+    assert all(row["policy/first_log_ratio_abs_max"] == 0.0 for row in other.rows)
     first, theirs = run.rows[0], other.rows[0]
     for key in ("reward/mean", "response/tokens", "groups/samples_trained", "eval/accuracy"):
         assert theirs[key] == first[key], key

@@ -132,6 +132,12 @@ def test_the_log_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
     assert log.count("=== rank 0, process") == 2
 
 
+def _torchrun_environment(folder: Path, rank: int) -> dict[str, str]:
+    own = folder / "attempt_0" / str(rank)
+    own.mkdir(parents=True)
+    return {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(own / "error.json")}
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_rank_tells_the_cause_and_not_the_one_that_lost_its_peer(
     tmp_path: Path, first: int
@@ -151,7 +157,7 @@ def test_one_rank_tells_the_cause_and_not_the_one_that_lost_its_peer(
             [sys.executable, "-c", NOISE + textwrap.dedent(body), str(tmp_path / "rank_0.log")],
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"},
+            env=os.environ | _torchrun_environment(tmp_path, rank),
         )
         for rank in (0, 1)
     ]
@@ -168,6 +174,15 @@ def test_errors_that_all_ranks_meet_are_told_by_rank_0(
 ) -> None:
     body = "from megarl.observe.logs import fail\nfail('no such recipe')"
     assert run(body, tmp_path, RANK=rank).stderr == told
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_under_torchrun_the_first_rank_to_meet_them_tells_them(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    body = "from megarl.observe.logs import fail\nfail('no such recipe')"
+    told = [run(body, tmp_path, **_torchrun_environment(tmp_path, rank)).stderr for rank in order]
+    assert told == ["megarl: error: no such recipe\n", ""]
 
 
 def test_one_line_names_the_type_unless_the_text_speaks_for_itself() -> None:
