@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from megarl.reshard.placement import Piece, Placement, tiles
@@ -208,8 +209,8 @@ def _copies_into(
     shared = [(h, box) for h in holders if (box := _overlap(taker, h)) is not None]
     rows = sorted({edge for _, box in shared for edge in (box[0], box[2])})
     cols = sorted({edge for _, box in shared for edge in (box[1], box[3])})
-    for row, end_row in zip(rows, rows[1:], strict=False):
-        for col, end_col in zip(cols, cols[1:], strict=False):
+    for row, end_row in pairwise(rows):
+        for col, end_col in pairwise(cols):
             able = [
                 h
                 for h, box in shared
