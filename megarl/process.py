@@ -34,6 +34,9 @@ the recipe's number of ranks on this machine: bash launch/grpo.sh RECIPE [key=va
   bash launch/grpo.sh recipes/quickstart.yaml seed=2 rollout.group_size=16
 """
 
+POSITIONS_KEPT = 2
+"""Positions of a model's context that SGLang leaves free behind a request."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank of torchrun's world, or as a world of one."""
@@ -73,9 +76,16 @@ def _check_world(recipe: Recipe) -> None:
 def _check_model(recipe: Recipe) -> None:
     """Before the slow imports: the model's numbers, and whether they can be cut as the recipe says.
 
-    Raises `FolderError` and `LayoutError`.
+    Raises `FolderError`, `LayoutError`, and `RecipeError` for samples longer than the model.
     """
     spec, mesh = read_spec(Path(recipe.model.path)), mesh_of(recipe)
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    if longest > spec.max_positions - POSITIONS_KEPT:
+        raise RecipeError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens are {longest}, but "
+            f"{recipe.model.path} has {spec.max_positions} positions, {POSITIONS_KEPT} of which "
+            "SGLang keeps; lower one of them or use a model with more positions"
+        )
     megatron_placement(spec, mesh)
     sglang_placement(spec, mesh, recipe.world.device)
 

@@ -32,6 +32,7 @@ BFLOAT16_PARITY_FLOOR = {"max": 1e-2, "mean": 1e-3}
 
 def refusals(recipe: Recipe) -> Iterator[Refusal]:
     """Everything the recipe's keys refuse about each other, most basic first."""
+    yield from _name(recipe)
     yield from _layout(recipe)
     yield from _groups(recipe)
     yield from _tokens(recipe)
@@ -40,6 +41,15 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _optimizer(recipe)
     yield from _reward(recipe)
     yield from _parity(recipe)
+
+
+def _name(recipe: Recipe) -> Iterator[Refusal]:
+    name = recipe.run.name
+    if name is not None and (name in (".", "..") or "/" in name):
+        yield (
+            ("run.name",),
+            f"{name!r} is not a plain folder name; runs lie in run.folder, change that instead",
+        )
 
 
 def _layout(recipe: Recipe) -> Iterator[Refusal]:
