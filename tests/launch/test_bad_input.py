@@ -127,7 +127,13 @@ CASES = [
     Case("no weights", r"no file holds|safetensors", {}, _without("*.safetensors"), 1, True),
     Case("weights cut off", r"model\.safetensors", {}, _cut_weights, 1, True),
     Case("no tokenizer", r"tokenizer", {}, _without("tokenizer*"), 1, True),
-    Case("no data file", r"/none\.jsonl does not exist", {"data.train": "/none.jsonl"}, code=1),
+    Case(
+        "no data file",
+        r"/none\.jsonl does not exist",
+        {"data.train": "/none.jsonl"},
+        code=1,
+        long=True,
+    ),
     Case(
         "malformed rows over the limit",
         r"train\.jsonl: 2 of 376 rows refused \(.*\), data\.max_refused_share is 0: "
@@ -176,6 +182,7 @@ def test_a_bad_input_is_one_clear_line(
     _check(ended, tmp_path / "run", case.code, case.says)
 
 
+@pytest.mark.long
 def test_bad_rows_within_the_limit_are_counted_and_left_out(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
