@@ -13,6 +13,7 @@ from setuptools import find_packages, setup
 # What megarl itself imports, besides torch, megatron-core and SGLang, which the extras pin.
 DIRECT = [
     "blake3>=1.0",
+    "filelock>=3.12",
     "numpy>=1.26",
     "pydantic>=2.10",
     "rich>=13",

@@ -23,6 +23,8 @@ from megarl.reshard.placement import LayoutError
 from megarl.torchrun import die_with_launcher
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from megarl.platforms.interface import Platform
 
 USAGE = """usage: python -m megarl.train RECIPE [key=value …]
@@ -50,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_world(recipe)
         _check_model(recipe)
         planned(rank=0)
-        _prepare_folder(recipe)
+        lock = _prepare_folder(recipe)
     except (RecipeError, FolderError, LayoutError, FaultRefused) as error:
         fail(str(error))
         return 2
     rank = int(os.environ.get("RANK", "0"))
     with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal:
-        return _run(recipe, terminal)
+        code = _run(recipe, terminal)
+    if lock is not None:
+        lock.release()
+    return code
 
 
 def mesh_of(recipe: Recipe) -> Mesh:
@@ -90,13 +95,14 @@ def _check_model(recipe: Recipe) -> None:
     sglang_placement(spec, mesh, recipe.world.device)
 
 
-def _prepare_folder(recipe: Recipe) -> None:
-    """On rank 0, before the slow imports: refuse to write over a run that lies there."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    from megarl.run_folder import open_folder
+def _prepare_folder(recipe: Recipe) -> FileLock | None:
+    """Before the slow imports: a folder on every rank, and rank 0 claims it for this run."""
+    from megarl.run_folder import claim_folder, make_folder
 
-    open_folder(recipe)
+    if os.environ.get("RANK", "0") == "0":
+        return claim_folder(recipe)
+    make_folder(recipe)
+    return None
 
 
 def _platform(recipe: Recipe) -> Platform:

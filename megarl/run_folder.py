@@ -1,9 +1,11 @@
-"""The folder of a run: what lies in it, opened by rank 0 before anything slow is imported."""
+"""The folder of a run, opened before anything slow is imported; what lay there is never deleted."""
 
 from __future__ import annotations
 
-import shutil
+from itertools import count
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
 from megarl.recipe import Recipe, RecipeError
@@ -11,22 +13,53 @@ from megarl.recipe import Recipe, RecipeError
 LOGS = "logs"
 
 
-def open_folder(recipe: Recipe) -> Path:
-    """Make `runs/<name>` with the resolved recipe in it.
-
-    Raises `RecipeError` when a run lies there already, unless `run.overwrite` says to replace it.
-    """
+def make_folder(recipe: Recipe) -> Path:
+    """`runs/<name>/logs`, on every rank; raises `RecipeError` where no folder can be made."""
     folder = recipe.run_folder
+    try:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(
+            f"{folder} cannot be made ({error.strerror}: {error.filename}); "
+            "set run.folder to a folder that can be written to"
+        ) from error
+    return folder
+
+
+def claim_folder(recipe: Recipe) -> FileLock:
+    """Rank 0's: take `runs/<name>` for this run and write the resolved recipe into it.
+
+    The lock is the process's for as long as it is kept; the system frees it when the process ends,
+    however it ends. With `run.overwrite` an earlier run is set aside as `<name>.replaced-<n>`, for
+    inputs may still turn out bad after this; the stored recipe does not overwrite again.
+
+    Raises `RecipeError` when a run is going on there, or lies there and is not to be replaced.
+    """
+    folder = make_folder(recipe)
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RecipeError(
+            f"{folder} belongs to a run that is going on; set run.name=…, or wait for its end"
+        ) from None
     if (folder / RECIPE_FILE).exists():
         if not recipe.run.overwrite:
             state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
             raise RecipeError(
                 f"{folder} holds {state}; set run.name=…, or run.overwrite=true to replace it"
             )
-        for entry in folder.iterdir():
-            if entry.name == LOGS:  # other ranks may be writing theirs already
-                continue
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE_FILE).write_text(recipe.resolved_yaml(), encoding="utf-8")
-    return folder
+        _set_aside(folder)
+    stored = recipe.model_copy(update={"run": recipe.run.model_copy(update={"overwrite": False})})
+    (folder / RECIPE_FILE).write_text(stored.resolved_yaml(), encoding="utf-8")
+    return lock
+
+
+def _set_aside(folder: Path) -> None:
+    """Move all but the logs, which other ranks may be writing already."""
+    names = (folder.with_name(f"{folder.name}.replaced-{n}") for n in count(1))
+    aside = next(name for name in names if not name.exists())
+    aside.mkdir()
+    for entry in list(folder.iterdir()):
+        if entry.name != LOGS:
+            entry.rename(aside / entry.name)

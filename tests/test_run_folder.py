@@ -1,0 +1,58 @@
+"""The run's folder: claimed once, never emptied. Not covered: file systems without locks (NFS)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.run_folder import claim_folder, make_folder
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
+
+
+def _recipe(folder: Path, *more: str) -> Recipe:
+    return load_recipe(QUICKSTART, [f"run.folder={folder}", "run.name=mine", *more])
+
+
+def _finished_run(folder: Path) -> Path:
+    claim_folder(_recipe(folder)).release()
+    run = folder / "mine"
+    (run / "finished.json").write_text("{}")
+    (run / "hf").mkdir()
+    (run / "hf" / "model.safetensors").write_text("weights")
+    return run
+
+
+def test_an_overwritten_run_is_set_aside_whole(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path)
+    for n in (1, 2):
+        claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
+        assert (tmp_path / f"mine.replaced-{n}" / "recipe.yaml").exists()
+    aside = tmp_path / "mine.replaced-1"
+    assert (aside / "hf" / "model.safetensors").read_text() == "weights"
+    assert (aside / "finished.json").exists()
+    assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
+
+
+def test_the_stored_recipe_does_not_overwrite_again(tmp_path: Path) -> None:
+    claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
+    with pytest.raises(RecipeError, match="holds an unfinished run"):
+        claim_folder(load_recipe(tmp_path / "mine" / "recipe.yaml"))
+
+
+def test_a_run_that_is_going_on_is_not_overwritten(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path)
+    lock = claim_folder(_recipe(tmp_path, "run.overwrite=true"))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RecipeError, match="going on"):
+        claim_folder(_recipe(tmp_path, "run.overwrite=true"))
+    assert sorted(tmp_path.rglob("*")) == before and run.exists()
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"cannot be made \(Not a directory.*set run.folder"):
+        make_folder(_recipe(tmp_path / "file"))
