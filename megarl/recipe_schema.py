@@ -28,7 +28,7 @@ StageName = Literal[STAGES]
 # Largest and mean |trainer − generator| log-prob gap, in nats, that rounding alone can explain. In
 # bfloat16 a token of probability near 0 moves by tenths while the mean stays below 2e-3: it is the
 # mean that tells other weights from rounding there.
-PARITY_DEFAULTS = {"float32": (1e-4, 1e-5), "bfloat16": (0.5, 1e-2)}
+PARITY_DEFAULTS = {"float32": (1e-4, 1e-5), "bfloat16": (0.5, 5e-3)}
 
 
 class Section(BaseModel):
@@ -45,7 +45,7 @@ class RunSection(Section):
     )
     folder: FilePath = Field("runs", description="Where run folders are made.")
     overwrite: bool = Field(
-        False, description="Replace a run of the same name instead of refusing to start."
+        False, description="Set an earlier run of the name aside, as `<name>.replaced-<n>`."
     )
     iterations: Positive = Field(description="Iterations: one rollout and its updates each.")
 
@@ -67,7 +67,8 @@ class DataSection(Section):
     prompt_key: str = Field("prompt", description="Row key of the prompt: text or chat messages.")
     answer_key: str = Field("answer", description="Row key of the answer the scorers compare with.")
     source_key: str | None = Field(
-        None, description="Row key that names a row's source, for metrics per source."
+        None,
+        description="Row key that names a row's source, which scorers see; empty: the file's stem.",
     )
     template: Literal["model", "none"] = Field(
         "model", description="Chat template: the model folder's own, or none (plain text)."
@@ -284,7 +285,7 @@ class ParitySection(Section):
         None, description="Largest gap of a token, nats; empty: 1e-4 (bfloat16: 0.5)."
     )
     mean: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Mean gap, nats; empty: 1e-5 (bfloat16: 1e-2)."
+        None, description="Mean gap, nats; empty: 1e-5 (bfloat16: 5e-3)."
     )
     action: Literal["stop", "warn"] = Field("stop", description="What a larger gap leads to.")
 
