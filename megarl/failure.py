@@ -50,6 +50,7 @@ class Failure:
         except Exception as error:  # the process boundary, entered innermost so that it is first
             self._lost = lost_a_peer(error)
             self._record(self._terminal.report(error))
+            self.leave_signals()
             _leave_within(TEARDOWN_SECONDS)
             raise
 
@@ -72,6 +73,12 @@ class Failure:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._serve_signals, args=(reader,), daemon=True).start()
+
+    def leave_signals(self) -> None:
+        """Signals end the process without a word again: its end has been told, or was good."""
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def _serve_signals(self, reader: int) -> None:
         number = 0

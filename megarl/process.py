@@ -153,6 +153,7 @@ def _run(recipe: Recipe, terminal: Terminal) -> int:
         ):
             train(run)
             run.mark_finished()
+    failure.leave_signals()
     return 0
 
 

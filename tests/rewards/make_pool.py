@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,25 @@ def score(pool: ScoringPool, texts: Sequence[str], **keys: Any) -> list[RewardRe
 
 def child_processes() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def left_of(before: set[int], seconds: float = 5.0) -> list[str]:
+    """What still runs of the processes started since `before`, by its status and command line.
+
+    A killed process is gone a moment after it was told to, so there is some patience.
+    """
+    until = time.monotonic() + seconds
+    while (left := child_processes() - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    return [_described(pid) for pid in left]
+
+
+def _described(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} {process.status()} child of {process.ppid()}: {process.cmdline()}"
+    except psutil.NoSuchProcess:
+        return f"{pid} ended just now"
 
 
 def is_running(pid: int) -> bool:
