@@ -17,22 +17,24 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megarl.recipe_checks import refusals
-from megarl.recipe_reference import help_text, key_table, recipe_reference_markdown
-from megarl.recipe_schema import (
-    ActorSection,
+from megarl.recipe_learning import (
     AlgorithmSection,
-    DataSection,
-    EvalSection,
     KlSection,
-    ModelSection,
-    ObserveSection,
     OnStatusSection,
     ParitySection,
-    Recipe,
     RewardSection,
+    ScorerSection,
+)
+from megarl.recipe_reference import help_text, key_table, recipe_reference_markdown
+from megarl.recipe_schema import Recipe
+from megarl.recipe_sections import (
+    ActorSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    ObserveSection,
     RolloutSection,
     RunSection,
-    ScorerSection,
     WorldSection,
 )
 from megarl.recipe_source import RecipeError, Settings, apply_overrides, dotted, read_settings

@@ -101,14 +101,11 @@ def _absent(package: str) -> bool:
     return package not in sys.modules and importlib.util.find_spec(package) is None
 
 
-def _stand_in_for_triton() -> None:
-    """Replaces `triton` by SGLang's own mock, which it ships for macOS and installs only there.
+def _triton_stubs() -> ModuleType:
+    """SGLang's own mock of triton, which it ships for macOS and installs only there.
 
-    Decorated kernels become plain functions that nobody calls. The mock is loaded by path because
-    `sglang/__init__` itself needs it.
+    It is loaded by path because `sglang/__init__` itself needs it.
     """
-    if not _absent("triton"):
-        return
     package = importlib.util.find_spec("sglang").submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location(
         "_sglang_platform_stubs", os.path.join(package, "_platform_stubs.py")
@@ -117,6 +114,14 @@ def _stand_in_for_triton() -> None:
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
     sys.meta_path.insert(0, stubs._TritonFinder())
+    return stubs
+
+
+def _stand_in_for_triton() -> None:
+    """Decorated kernels become plain functions that nobody calls."""
+    if not _absent("triton"):
+        return
+    stubs = _triton_stubs()
 
     def mock(name: str, **attributes: Any) -> None:
         module = stubs._make_mock(name)

@@ -46,39 +46,22 @@ class BatchedAttention(TorchNativeAttnBackend):
         seq_lens: torch.Tensor,
         extend_prefix_lens: torch.Tensor,
         extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
+        encoder_lens: torch.Tensor | None,
+        **how: Any,
     ) -> torch.Tensor:
         """`query` and `output` [T, H, D], caches [slots, G, D]; writes and returns `output`.
 
-        The stock loop runs where a prompt continues a cached prefix, and where padding would make
-        the work more than half as much again.
+        `how`: scaling, enable_gqa, causal, is_cross_attn, sliding_window_size. The stock loop
+        runs where a prompt continues a cached prefix, and where padding would make the work more
+        than half as much again.
         """
-        plain = causal and encoder_lens is None and sliding_window_size is None
+        plain = how["causal"] and encoder_lens is None and how["sliding_window_size"] is None
         if plain and self._rows_T is None:
             self._rows_T = _padded_rows(extend_seq_lens, extend_prefix_lens)
         if not plain or len(self._rows_T) == 0:
-            return super()._run_sdpa_forward_extend(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
-            )
+            pools = (k_cache, v_cache, req_to_token, req_pool_indices)
+            lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
+            return super()._run_sdpa_forward_extend(query, output, *pools, *lengths, **how)
         batch, longest = len(seq_lens), int(seq_lens.max())
         slots_BL = req_to_token[req_pool_indices, :longest]
         slots_T = slots_BL.reshape(-1).index_select(0, self._rows_T)
@@ -93,8 +76,8 @@ class BatchedAttention(TorchNativeAttnBackend):
             padded(k_cache.index_select(0, slots_T)),
             padded(v_cache.index_select(0, slots_T)),
             is_causal=True,
-            scale=scaling,
-            enable_gqa=enable_gqa,
+            scale=how["scaling"],
+            enable_gqa=how["enable_gqa"],
         )
         rows = attended.transpose(1, 2).reshape(batch * longest, *query.shape[1:])
         return torch.index_select(rows, 0, self._rows_T, out=output)
@@ -108,15 +91,12 @@ class BatchedAttention(TorchNativeAttnBackend):
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
+        encoder_lens: torch.Tensor | None,
+        **how: Any,
     ) -> torch.Tensor:
         """`query` and `output` [B, H, D], caches [slots, G, D]; writes and returns `output`."""
-        if encoder_lens is not None or is_cross_attn or sliding_window_size is not None:
+        windowed = how["sliding_window_size"] is not None
+        if encoder_lens is not None or how["is_cross_attn"] or windowed:
             raise NotImplementedError("cross attention and sliding windows are not batched here")
         batch, heads, size = query.shape
         groups = k_cache.shape[1]
@@ -131,7 +111,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             gathered(k_cache),
             gathered(v_cache),
             attn_mask=self._valid_B11L,
-            scale=scaling,
+            scale=how["scaling"],
         )
         output.copy_(attended.reshape(batch, heads, -1))
         return output

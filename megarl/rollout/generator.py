@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.contracts.mesh import Mesh
-from megarl.contracts.samples import END_OF_REASON, EndReason, Sample, SamplingContract
+from megarl.contracts.samples import Sample, SamplingContract
 from megarl.contracts.version import PolicyVersion
 from megarl.platforms import platform_of
 from megarl.platforms.interface import WEIGHTS
 from megarl.rollout import scheduler as engine
+from megarl.rollout.collected import Collected, LostGeneration, named
 from megarl.rollout.requests import Request, assign_replicas, request_seed
 
 __all__ = [
@@ -51,10 +51,6 @@ class WrongVersion(RuntimeError):
 
 class NotFlushed(RuntimeError):
     """The prefix cache could not be flushed: it may hold keys and values of other weights."""
-
-
-class LostGeneration(RuntimeError):
-    """A response did not come back, also after its retries."""
 
 
 class Generator:
@@ -205,7 +201,7 @@ class Generator:
                 "publish the actor's weights first"
             )
         self._check_requests(requests, sampling)
-        collected = _Collected(requests, sampling, self.eos_ids, on_completion)
+        collected = Collected(requests, sampling, self.eos_ids, on_completion)
         with engine.preserved_rng(self._device):
             for _ in range(1 + self._section.retries):
                 # One canonical order on all ranks of the replica: they must step together.
@@ -226,7 +222,7 @@ class Generator:
         limit = self._scheduler.max_req_len - 1 - sampling.max_response_tokens
         vocabulary = self._scheduler.model_config.vocab_size
         for request in requests:
-            name = _named(request)
+            name = named(request)
             if not request.prompt_ids:
                 raise ValueError(f"{name}: empty prompt")
             # SGLang would shorten the response, or the prompt, without saying so.
@@ -284,88 +280,3 @@ class Generator:
             self.active = None
             self._model = self._scheduler = None
             engine.destroy_scheduler()
-
-
-class _Collected:
-    """Samples of one `generate`, by row of its requests."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingContract,
-        eos_ids: frozenset[int],
-        on_completion: Callable[[Sample], None] | None,
-    ) -> None:
-        self.requests = requests
-        self.started = 0.0
-        self._sampling = sampling
-        self._eos_ids = eos_ids
-        self._on_completion = on_completion
-        self._samples: dict[int, Sample] = {}
-        self._reasons: dict[int, str] = {}
-
-    def missing(self) -> list[int]:
-        return [row for row in range(len(self.requests)) if row not in self._samples]
-
-    def samples(self) -> list[Sample]:
-        return [self._samples[row] for row in range(len(self.requests))]
-
-    def accept(self, finished: engine.Req) -> None:
-        """Take a finished request from SGLang."""
-        row = int(finished.rid)
-        request = self.requests[row]
-        reason, told = end_reason(finished.finished_reason.to_json(), self._eos_ids)
-        if reason is EndReason.ABORT:
-            self._reasons[row] = told
-            return
-        ids = np.array(finished.output_ids_through_stop, dtype=np.int32)
-        log_probs = np.array(finished.logprob.output_token_logprobs_val, dtype=np.float32)
-        if not np.isfinite(log_probs).all():
-            raise FloatingPointError(f"{_named(request)}: the generator's log-probs have no value")
-        if len(ids) != len(log_probs) or not len(ids):
-            self._reasons[row] = f"{len(ids)} ids came with {len(log_probs)} log-probs"
-            return
-        sample = Sample(
-            draw_index=request.draw_index,
-            candidate=request.candidate,
-            prompt_ids=np.array(request.prompt_ids, dtype=np.int32),
-            response_ids=ids,
-            action_mask=np.ones(len(ids), dtype=np.bool_),
-            rollout_log_probs=log_probs,
-            end=END_OF_REASON[reason],
-            end_reason=reason,
-            seed=request.seed,
-            started=self.started,
-            finished=time.time(),
-        )
-        self._samples[row] = sample
-        if self._on_completion is not None:
-            self._on_completion(sample)
-
-    def raise_if_lost(self, attempts: int) -> None:
-        lost = [
-            f"{_named(self.requests[row])} ({self._reasons.get(row, 'SGLang returned nothing')})"
-            for row in self.missing()
-        ]
-        if lost:
-            raise LostGeneration(f"lost after {attempts} attempts: {'; '.join(lost)}")
-
-
-def end_reason(finish: Mapping[str, Any], eos_ids: frozenset[int]) -> tuple[EndReason, str]:
-    """SGLang's finish reason (its JSON form) as an `EndReason`, and its words.
-
-    Raises `ValueError` for an end that this generator never asks for.
-    """
-    kind = finish["type"]
-    if kind == "length":
-        return EndReason.MAX_TOKENS, "length"
-    if kind == "abort":
-        return EndReason.ABORT, str(finish["message"])
-    matched = finish.get("matched")
-    if kind == "stop" and isinstance(matched, int):
-        return (EndReason.EOS if matched in eos_ids else EndReason.STOP), f"token {matched}"
-    raise ValueError(f"SGLang ended a response in an unknown way: {dict(finish)}")
-
-
-def _named(request: Request) -> str:
-    return f"draw {request.draw_index} candidate {request.candidate}"

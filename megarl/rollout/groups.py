@@ -108,14 +108,12 @@ def select_groups(
     sound = verdict == 0
     _, member, present = np.unique(scores.draw_index, return_inverse=True, return_counts=True)
     groups = len(present)
+    drawn = groups if prompts is None else prompts
+    if drawn < groups:
+        raise ValueError(f"samples of {groups} groups, but only {drawn} prompts were drawn")
     usable = np.bincount(member[sound], minlength=groups)
-
-    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
-    np.minimum.at(low, member[sound], scores.total[sound])
-    np.maximum.at(high, member[sound], scores.total[sound])
-    incomplete = usable < group_size
-    alone = usable == 1
-    equal = (low == high) & (usable >= 2)
+    incomplete, alone = usable < group_size, usable == 1
+    equal = _all_equal(scores.total[sound], member[sound], groups) & (usable >= 2)
 
     def drop(reason: Verdict, chosen: np.ndarray) -> None:
         verdict[sound & chosen[member] & (verdict == 0)] = VERDICTS.index(reason)
@@ -128,7 +126,6 @@ def select_groups(
 
     kept = verdict == 0
     trained = np.bincount(member[kept], minlength=groups)
-    drawn = groups if prompts is None else prompts
     tally = np.bincount(verdict, minlength=len(VERDICTS)).tolist()
     counts = {
         "groups": drawn,
@@ -140,16 +137,16 @@ def select_groups(
         "samples_lost": drawn * group_size - len(verdict),
         **{f"samples_{name}": tally[index] for index, name in enumerate(VERDICTS)},
     }
-    if drawn < groups:
-        raise ValueError(f"samples of {groups} groups, but only {drawn} prompts were drawn")
-    return Selection(
-        draw_index=scores.draw_index,
-        candidate=scores.candidate,
-        verdict=verdict,
-        kept=kept,
-        group_size=trained[member],
-        counts=counts,
-    )
+    draws, candidates = scores.draw_index, scores.candidate
+    return Selection(draws, candidates, verdict, kept, trained[member], counts)
+
+
+def _all_equal(values: np.ndarray, member: np.ndarray, groups: int) -> np.ndarray:
+    """bool [groups]: all of a group's values are the same; `member` is each value's group."""
+    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low, member, values)
+    np.maximum.at(high, member, values)
+    return low == high
 
 
 def _check(

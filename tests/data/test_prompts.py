@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.contracts.records import Prompt
 from megarl.contracts.tokens import Tokens, TokensError
 from megarl.data.prompts import PromptCursor, PromptError, PromptSet
-from megarl.recipe_schema import DataSection
+from megarl.recipe_sections import DataSection
 from tests.contracts.tokenizer_folders import character_folder
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptCursor, PromptError, PromptSet
-from megarl.recipe_schema import DataSection
+from megarl.recipe_sections import DataSection
 from tests.contracts.tokenizer_folders import character_folder, metaspace_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"

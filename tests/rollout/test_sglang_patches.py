@@ -202,6 +202,17 @@ def test_the_race_draws_what_sglangs_gumbel_maximum_draws(ranks) -> None:
     assert len(set(ours.tolist())) > 50
 
 
+def _how(heads: int, groups: int, causal: bool) -> dict[str, Any]:
+    """What SGLang's attention layer passes by name."""
+    return {
+        "scaling": 0.3,
+        "enable_gqa": heads != groups,
+        "causal": causal,
+        "is_cross_attn": False,
+        "sliding_window_size": None,
+    }
+
+
 def _attention(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     platforms.prepare_sglang()
     from megarl.platforms.sglang_attention import BatchedAttention, TorchNativeAttnBackend
@@ -236,8 +247,8 @@ def _attention(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
             table,
             rows,
             lengths,
-            scaling=0.3,
-            enable_gqa=heads != groups,
+            None,
+            **_how(heads, groups, causal=False),
         )
         outputs.append(output)
     return outputs[0], outputs[1]
@@ -297,9 +308,8 @@ def _prefill(heads: int, groups: int, lengths: list[int], prefixes: list[int]) -
             whole,
             cached,
             whole - cached,
-            scaling=0.3,
-            enable_gqa=heads != groups,
-            causal=True,
+            None,
+            **_how(heads, groups, causal=True),
         )
         outputs.append(output)
     return [*outputs, len(loops)]

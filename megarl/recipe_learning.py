@@ -1,0 +1,121 @@
+"""The recipe's sections about what is learned: rewards, the algorithm, the parity it rests on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from megarl.recipe_sections import Positive, Section, Share
+
+StatusRule = Literal["drop", "retry", "stop", "penalty"]
+
+# Largest and mean |trainer − generator| log-prob gap, in nats, that rounding alone can explain. In
+# bfloat16 a token of probability near 0 moves by tenths while the mean stays below 2e-3: it is the
+# mean that tells other weights from rounding there.
+PARITY_DEFAULTS = {"float32": (1e-4, 1e-5), "bfloat16": (0.5, 5e-3)}
+
+
+class ScorerSection(Section):
+    """One scorer; keys besides these are its own options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1)] = Field(
+        description="`exact_match`, `format`, or an own function as `import.path:function`."
+    )
+    weight: float = Field(1.0, description="Factor of its score in the total.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The scorer's own keys."""
+        return dict(self.model_extra or {})
+
+
+class OnStatusSection(Section):
+    """What a sample without a score leads to."""
+
+    timeout: StatusRule = Field(
+        "drop",
+        description="Deadline missed: drop the sample, retry, stop the run, or give penalty.",
+    )
+    error: StatusRule = Field("drop", description="The scorer failed: the same choices.")
+
+
+class RewardSection(Section):
+    """Scoring of responses; a failure is a status, never a 0."""
+
+    scorers: Annotated[tuple[ScorerSection, ...], Field(min_length=1, strict=False)] = Field(
+        description="List of `{name, weight, …options}`; the reward is the weighted sum, "
+        "accuracy in evaluations is the first one's score."
+    )
+    workers: Positive = Field(1, description="Scoring processes of each generator replica.")
+    deadline_seconds: Annotated[float, Field(gt=0)] = Field(
+        10.0, description="Time one sample may take before its worker is killed."
+    )
+    on_status: OnStatusSection = Field(OnStatusSection(), description="")
+    penalty: float | None = Field(
+        None, description="Reward that `penalty` rules give; required by them."
+    )
+    max_error_share: Share = Field(
+        0.1, description="Share of an iteration's samples that may fail before the run stops."
+    )
+
+
+class KlSection(Section):
+    """KL to the reference policy, in the loss."""
+
+    beta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the KL term; 0: no reference model is loaded."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="With l = log π − log π_ref: k1 = l, k2 = l²/2, k3 = exp(−l) + l − 1.",
+    )
+
+
+class AlgorithmSection(Section):
+    """Advantages, loss and minibatches."""
+
+    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    normalize_std: bool = Field(
+        True, description="Divide by the group's standard deviation (ddof 1)."
+    )
+    advantage_eps: Annotated[float, Field(ge=0)] = Field(
+        1e-6, description="Added to that standard deviation."
+    )
+    minibatches: Positive = Field(description="Optimizer steps per iteration.")
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.2, description="PPO clip: the ratio's lower bound is 1 − clip_low."
+    )
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        0.2, description="PPO clip: the ratio's upper bound is 1 + clip_high."
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Bound c > 1 on the loss of negative advantages; empty: none."
+    )
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
+        "token_mean", description="How token losses become one number, over the global minibatch."
+    )
+    entropy_coefficient: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the entropy bonus."
+    )
+    kl: KlSection = Field(KlSection(), description="")
+    zero_variance: Literal["drop", "keep"] = Field(
+        "drop", description="Groups whose rewards are all equal: out of every denominator, or kept."
+    )
+    partial_groups: Literal["drop", "keep_scored"] = Field(
+        "drop", description="Groups with an unscored sample: dropped whole, or the scored kept."
+    )
+
+
+class ParitySection(Section):
+    """The gap between the trainer's and the generator's log-probs, checked before each update."""
+
+    max: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Largest gap of a token, nats; empty: 1e-4 (bfloat16: 0.5)."
+    )
+    mean: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Mean gap, nats; empty: 1e-5 (bfloat16: 5e-3)."
+    )
+    action: Literal["stop", "warn"] = Field("stop", description="What a larger gap leads to.")

@@ -1,0 +1,194 @@
+"""The recipe's sections about the run, its data, its processes and its models.
+
+Every key is documented where it is declared: `--help` and docs/recipe.md are made from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megarl.stages import STAGES
+
+Dtype = Literal["float32", "bfloat16"]
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+FilePath = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+StageName = Literal[STAGES]
+
+
+class Section(BaseModel):
+    """Frozen, refuses unknown keys, never converts one type into another (an int is a float)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Folder name of the run; empty: `<recipe file's stem>-s<seed>`."
+    )
+    folder: FilePath = Field("runs", description="Where run folders are made.")
+    overwrite: bool = Field(
+        False, description="Set an earlier run of the name aside, as `<name>.replaced-<n>`."
+    )
+    iterations: Positive = Field(description="Iterations: one rollout and its updates each.")
+
+
+class ModelSection(Section):
+    """The model that is trained."""
+
+    path: FilePath = Field(
+        description="Hugging Face checkpoint folder: config, tokenizer, weights."
+    )
+    dtype: Dtype = Field("float32", description="Dtype of the actor's and reference's forwards.")
+
+
+class DataSection(Section):
+    """Prompts: JSON Lines, one row a line."""
+
+    train: FilePath = Field(description="Prompts to train on.")
+    eval: FilePath | None = Field(None, description="Held-out prompts; empty: no evaluation.")
+    prompt_key: str = Field("prompt", description="Row key of the prompt: text or chat messages.")
+    answer_key: str = Field("answer", description="Row key of the answer the scorers compare with.")
+    source_key: str | None = Field(
+        None,
+        description="Row key that names a row's source, which scorers see; empty: the file's stem.",
+    )
+    template: Literal["model", "none"] = Field(
+        "model", description="Chat template: the model folder's own, or none (plain text)."
+    )
+    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    max_prompt_tokens: Positive = Field(
+        description="Longest prompt, in tokens after the template; longer rows are refused."
+    )
+    max_refused_share: Share = Field(
+        0.0, description="Share of rows that may be refused before the run stops at start."
+    )
+
+
+class WorldSection(Section):
+    """The processes of the run."""
+
+    ranks: Positive = Field(description="Processes (ranks) in all, one per accelerator.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models live.")
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Longest a stage may take; then the ranks stuck in it are named."
+    )
+    stage_timeouts: dict[StageName, Annotated[float, Field(gt=0)]] = Field(
+        {}, description=f"Other limits, by stage: {', '.join(STAGES)}."
+    )
+
+
+class ActorSection(Section):
+    """The trained model on megatron-core: layout, optimizer, micro-batches."""
+
+    tp: Positive = Field(1, description="Tensor-parallel size.")
+    pp: Positive = Field(1, description="Pipeline-parallel size; it must divide the layers.")
+    lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate (Adam).")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After the warm-up: constant, or decay to min_lr by the last step."
+    )
+    lr_warmup_steps: Natural = Field(
+        0, description="Optimizer steps over which the rate rises from 0."
+    )
+    min_lr: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Rate at the end of a linear or cosine decay."
+    )
+    betas: tuple[Share, Share] = Field((0.9, 0.95), strict=False, description="Adam's decay rates.")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Decoupled weight decay; norms and biases are spared."
+    )
+    clip_grad: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Global gradient norm above which gradients are scaled down."
+    )
+    distributed_optimizer: bool = Field(
+        True, description="Cut optimizer state over the data-parallel ranks."
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        "none",
+        description="Outside of updates: keep everything on the device, or the optimizer state in "
+        "host memory and no gradients at all; same numbers.",
+    )
+    tokens_per_micro_batch: Positive = Field(
+        description="Token budget of a packed micro-batch (prompt + response), per rank."
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none",
+        description="full: make every layer's activations again for the backward; less memory, "
+        "more time, same numbers.",
+    )
+    logprob_chunk_tokens: Positive = Field(
+        1024, description="Tokens whose logits exist at a time; less memory, same numbers."
+    )
+    max_skipped_steps: Positive = Field(
+        3, description="Steps in a row with a non-finite loss or gradient before the run stops."
+    )
+
+
+class RolloutSection(Section):
+    """Generation by SGLang in the same processes."""
+
+    tp: Positive = Field(1, description="Tensor-parallel size of a generator replica.")
+    prompts_per_iteration: Positive = Field(description="Prompts drawn in an iteration.")
+    group_size: Positive = Field(description="Responses per prompt (the group).")
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Sampling temperature; the trainer scores at the same one."
+    )
+    max_response_tokens: Positive = Field(description="Longest response, in tokens.")
+    max_total_tokens: Positive = Field(
+        description="Tokens a replica's KV cache holds; fixed, so that batches never vary."
+    )
+    max_running_requests: Positive = Field(description="Requests a replica decodes together.")
+    chunked_prefill_tokens: Positive = Field(description="Prompt tokens a replica reads at a time.")
+    dtype: Dtype = Field("float32", description="Dtype of the generator's weights.")
+    attention_backend: str = Field(
+        "auto", description="SGLang attention backend; auto: the platform's."
+    )
+    release: bool = Field(
+        False,
+        description="Give the memory of weights and KV cache to training while nothing is "
+        "generated; needs world.device cuda and torch_memory_saver.",
+    )
+    stop: tuple[str, ...] = Field(
+        (), strict=False, description="Texts of one token each that end a response, besides EOS."
+    )
+    retries: Natural = Field(
+        1, description="Times a lost generation is run again, with its own seed."
+    )
+    top_p: float = Field(
+        1.0, description="Only 1.0 (off): samples of a filtered distribution cannot be trained on."
+    )
+    top_k: int = Field(-1, description="Only -1 (off).")
+    min_p: float = Field(0.0, description="Only 0.0 (off).")
+    frequency_penalty: float = Field(0.0, description="Only 0.0 (off).")
+    presence_penalty: float = Field(0.0, description="Only 0.0 (off).")
+    repetition_penalty: float = Field(1.0, description="Only 1.0 (off).")
+    bucket_bytes: Positive = Field(
+        64 * 2**20, description="Size of a weight-transfer bucket, in bytes."
+    )
+
+
+class EvalSection(Section):
+    """Held-out evaluation, when data.eval is set."""
+
+    every: Positive = Field(
+        10,
+        description="Iterations between evaluations, besides one before the first update and "
+        "one at the end.",
+    )
+    sampled: bool = Field(True, description="Sample at the temperature too, besides greedy.")
+    max_prompts: Positive | None = Field(None, description="Use the first so many; empty: all.")
+
+
+class ObserveSection(Section):
+    """What a person sees."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    console: Literal["auto", "plain", "rich"] = Field(
+        "auto", description="Live display or plain lines; auto: live on a terminal."
+    )
