@@ -16,6 +16,7 @@ from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptCursor, PromptSet
+from megarl.experience.store import ExperienceStore
 from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
 from megarl.models.roles import Actor, Reference
@@ -74,6 +75,7 @@ def assembled(recipe: Recipe, world: World, failure: Failure) -> Iterator[Run]:
         failure.attach(journal, console)
         _announce("load_data", world, console)
         tokens, train, held_out = _load_data(recipe)
+        cursor = PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration)
         _write_facts(recipe, world, folder, train)
         _note_refusals(train, recipe.data.train, console)
         pool = None
@@ -89,18 +91,22 @@ def assembled(recipe: Recipe, world: World, failure: Failure) -> Iterator[Run]:
         generator = _generator(recipe, world)
         stack.callback(generator.close)
         resharder = _resharder(recipe, world, spec, actor, generator)
+        section = recipe.experience
+        store = ExperienceStore(folder, world, section.keep, section.keep_every)
+        stack.callback(store.close)
         run = Run(
             recipe=recipe,
             folder=folder,
             world=world,
             spec=spec,
             tokens=tokens,
-            cursor=PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration),
+            cursor=cursor,
             held_out=held_out,
             actor=actor,
             reference=reference,
             hybrid=HybridEngine(world, journal, generator, resharder, stopwatch, offload),
             pool=pool,
+            store=store,
             sampling=sampling_of(recipe, tokens),
             journal=journal,
             metrics=metrics,

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megarl.recipe_sections import (
     ActorSection,
     DataSection,
     EvalSection,
+    ExperienceSection,
     ModelSection,
     ObserveSection,
     RolloutSection,
@@ -44,6 +45,7 @@ __all__ = [
     "AlgorithmSection",
     "DataSection",
     "EvalSection",
+    "ExperienceSection",
     "KlSection",
     "ModelSection",
     "ObserveSection",
@@ -62,6 +64,8 @@ __all__ = [
 ]
 
 # Keys in which `{seed}` stands for the seed.
+MOST_TOLD = 5
+"""Problems of a recipe that are told one by one."""
 SEEDED_KEYS = (
     ("run", "name"),
     ("run", "folder"),
@@ -85,7 +89,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate_json(json.dumps(settings.data, default=str))
     except ValidationError as error:
-        raise RecipeError(_first_problem(error, settings)) from error
+        raise RecipeError(_problems(error, settings)) from error
     for keys, message in refusals(recipe):
         at = next((key for key in keys if settings.is_set(key.split("."))), keys[0])
         raise RecipeError(f"{settings.place(at.split('.'))}: {keys[0]}: {message}")
@@ -138,10 +142,18 @@ def _fill_seed(settings: Settings) -> None:
             table[key] = table[key].replace("{seed}", str(seed))
 
 
-def _first_problem(error: ValidationError, settings: Settings) -> str:
-    """The first of pydantic's complaints as our one line."""
+def _problems(error: ValidationError, settings: Settings) -> str:
+    """Pydantic's complaints as our one line."""
     problems = error.errors(include_url=False)
-    problem = problems[0]
+    first = tuple(problems[0]["loc"])
+    # A list with a bad entry is also reported as too short: that is no second problem.
+    others = [other for other in problems[1:] if other["loc"] != first[: len(other["loc"])]]
+    told = [_problem(problem, settings) for problem in [problems[0], *others[: MOST_TOLD - 1]]]
+    rest = len(others) + 1 - len(told)
+    return "; ".join(told) + (f"; and {rest} more" if rest else "")
+
+
+def _problem(problem: Mapping[str, Any], settings: Settings) -> str:
     path = tuple(part for part in problem["loc"] if part != "[key]")
     given = problem["input"]
     match problem["type"]:
@@ -152,10 +164,7 @@ def _first_problem(error: ValidationError, settings: Settings) -> str:
         case kind:
             text = _complaint(kind, problem["msg"], problem.get("ctx", {}))
             text += f", got {_shown(given)}"
-    # A list with a bad entry is also reported as too short: that is no second problem.
-    others = [other for other in problems[1:] if other["loc"] != path[: len(other["loc"])]]
-    more = f" (and {len(others)} more)" if others else ""
-    return f"{settings.place(path)}: {dotted(path)}: {text}{more}"
+    return f"{settings.place(path)}: {dotted(path)}: {text}"
 
 
 def _complaint(kind: str, message: str, context: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from megarl.recipe_sections import (
     ActorSection,
     DataSection,
     EvalSection,
+    ExperienceSection,
     ModelSection,
     Natural,
     ObserveSection,
@@ -43,6 +44,7 @@ class Recipe(Section):
     algorithm: AlgorithmSection
     parity: ParitySection = ParitySection()
     eval: EvalSection = EvalSection()
+    experience: ExperienceSection = ExperienceSection()
     observe: ObserveSection = ObserveSection()
 
     @model_validator(mode="after")
@@ -67,7 +69,7 @@ class Recipe(Section):
     def hash(self) -> str:
         """`sha256:…` of all that can change a number: the run's name, folder and display cannot."""
         content = self.model_dump(mode="json")
-        del content["observe"]
+        del content["observe"], content["experience"]
         content["run"] = {"iterations": self.run.iterations}
         return contract_hash(content)
 

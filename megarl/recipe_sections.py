@@ -185,6 +185,17 @@ class EvalSection(Section):
     max_prompts: Positive | None = Field(None, description="Use the first so many; empty: all.")
 
 
+class ExperienceSection(Section):
+    """Sealed experience on disk: `experience/iter_N/` in the run's folder."""
+
+    keep: Positive | None = Field(
+        None, description="Newest iterations whose experience stays; empty: all."
+    )
+    keep_every: Natural = Field(
+        0, description="Besides these every so many iterations stay; 0: no others."
+    )
+
+
 class ObserveSection(Section):
     """What a person sees."""
 

@@ -17,7 +17,7 @@ import torch
 
 from megarl.algorithms.objectives import merge_sums
 from megarl.checkpoint.hf_folder import export_folder
-from megarl.contracts.records import Identities, Prompt
+from megarl.contracts.records import Derived, Experience, Prompt
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal, State
 from megarl.contracts.tokens import Tokens
@@ -26,6 +26,7 @@ from megarl.data.prepare import Parity, ParityError
 from megarl.data.prompts import PromptCursor
 from megarl.data.table import SampleTable
 from megarl.evaluate import evaluate
+from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.models.roles import Actor, Reference
 from megarl.models.step import StepResult
 from megarl.observe.console import Console
@@ -61,6 +62,7 @@ class Run:
     reference: Reference | None
     hybrid: HybridEngine
     pool: ScoringPool | None
+    store: ExperienceStore
     sampling: SamplingContract
     journal: Journal
     metrics: MetricsWriter | None
@@ -77,14 +79,36 @@ class Run:
             self.stopwatch.begin(iteration, self.version.id)
             yield iteration
 
-    def identities(self, iteration: int, prompts: Sequence[Prompt]) -> Identities:
-        names = tuple(prompt.prompt_id for prompt in prompts)
-        return Identities(self.recipe.run.name, iteration, names)
+    def seal_header(self, iteration: int, table: SampleTable) -> SealHeader:
+        """Who made each column of this iteration's experience, and what held for all of it."""
+        producers = {"rollout": table.version_id, "old": self.version.id}
+        if self.reference is not None:
+            producers["ref"] = self.reference_version.id
+        return SealHeader(
+            run_id=self.recipe.run.name,
+            iteration=iteration,
+            producers=producers,
+            tokenizer_hash=self.tokens.hash,
+            recipe_hash=self.recipe.hash,
+            sampling=self.sampling,
+            scorer_version=table.scores.scorer_version,
+            samples=len(table),
+        )
 
-    def producers(self, table: SampleTable) -> dict[str, str]:
-        """Which version made each column of this iteration's experience."""
-        made = {"rollout": table.version_id, "old": self.version.id}
-        return made if self.reference is None else made | {"ref": self.reference_version.id}
+    def keep_derived(
+        self, iteration: int, experience: Experience, derived: Derived, plan: IterationPlan
+    ) -> None:
+        """On disk, beside the facts: what was derived of them and is trained on now."""
+        with self.stage("seal"):
+            self.store.derive(
+                iteration,
+                experience.hash,
+                derived.recipe_hash,
+                plan.selection,
+                plan.minibatch,
+                experience.samples,
+                derived,
+            )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -197,6 +221,8 @@ class Run:
         if self.metrics is not None:
             self.metrics.write(row)
         self.console.iteration(row)
+        if not row["update/steps"]:
+            self.console.note(f"iteration {iteration} taught nothing: {_why_nothing(row)}")
 
     def _finish_training(self, iteration: int) -> dict[str, float]:
         result: dict[str, float] = {}
@@ -230,3 +256,17 @@ class Run:
         whole.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         whole.replace(self.folder / FINISHED_FILE)
         write_report(self.folder)
+        self.console.note(
+            f"finished: {self.folder}; python -m megarl.observe.summary {self.folder} sums it up"
+        )
+
+
+def _why_nothing(row: dict[str, float]) -> str:
+    """Where the samples of an iteration without an optimizer step went."""
+    where = {
+        key.removeprefix("groups/samples_"): int(value)
+        for key, value in row.items()
+        if key.startswith("groups/samples_") and value
+    }
+    told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in where.items())
+    return f"of {int(row['groups/samples'])} samples {told}"

@@ -69,6 +69,7 @@ def train(run: Run) -> None:
             sealed.plan.trained,
             run.recipe.algorithm,
         )
+        run.keep_derived(iteration, sealed.experience, derived, sealed.plan)
         results = learn(run, iteration, sealed, derived)
         # The new weights become version v+1 once every copy of them was compared.
         run.commit(iteration)
@@ -118,6 +119,7 @@ def seal_experience(
             plan = plan_iteration(
                 table, recipe, world.mesh.dp, prompts=len(prompts), invalid=table.invalid
             )
+            run.store.rollout(iteration, generated, records, table.scores.scorer_version, prompts)
             samples, scores = exchange(world, generated, table, plan.update.owner)
         with run.stage("log_probs"):
             packs = plan.update.local_packs(world.dp_index)
@@ -128,9 +130,8 @@ def seal_experience(
             parity = measure_parity(world, prepared)
             run.check_parity(parity)
     with run.stage("seal"):
-        identities = run.identities(iteration, prompts)
-        producers = run.producers(table)
-        experience = seal(world, identities, run.sampling, scores, prepared, producers)
+        header = run.seal_header(iteration, table)
+        experience = seal(world, run.store, header, scores, prepared)
         facts = {"experience_hash": experience.hash, "samples": len(table)}
         run.agree(State.EXPERIENCE_SEALED, iteration, **facts)
         run.close_ledger(iteration, plan)

@@ -5,13 +5,10 @@ UPDATING_FROM needs this hash; ranks that own the same data-parallel part must h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-
-from megarl.contracts.hashes import bytes_hash, contract_hash
-from megarl.contracts.records import Experience, Identities, Scores
-from megarl.contracts.samples import SamplingContract
+from megarl.contracts.hashes import bytes_hash
+from megarl.contracts.records import Experience, Scores
 from megarl.data.prepare import Prepared
+from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.world import Disagreement, World
 
 _SAMPLE_COLUMNS = (
@@ -40,20 +37,14 @@ def facts_hash(scores: Scores, prepared: Prepared) -> str:
 
 
 def seal(
-    world: World,
-    identities: Identities,
-    sampling: SamplingContract,
-    scores: Scores,
-    prepared: Prepared,
-    producers: Mapping[str, str],
+    world: World, store: ExperienceStore, header: SealHeader, scores: Scores, prepared: Prepared
 ) -> Experience:
-    """Collective. Returns this rank's experience with the hash over all parts.
+    """Collective: the facts go to disk, and come back as this rank's immutable share of them.
 
-    `producers` maps a role to the version that made its column. Raises `Disagreement` naming the
-    ranks when owners of one part hold different facts.
+    `store.rollout` was called before. Raises `Disagreement` naming the ranks when owners of one
+    part hold different facts: only one of them writes.
     """
-    mine = facts_hash(scores, prepared)
-    parts = world.gather(mine)
+    parts = world.gather(facts_hash(scores, prepared))
     by_owner: dict[int, str] = {}
     for rank, part in enumerate(parts):
         expected = by_owner.setdefault(world.mesh.dp_index(rank), part)
@@ -62,19 +53,12 @@ def seal(
                 f"rank {rank} holds other facts than the other owners of its part: {part} against "
                 f"{expected}; they must score the same tokens with the same weights"
             )
-    manifest = {
-        "identities": asdict(identities),
-        "sampling": asdict(sampling),
-        "scorer_version": scores.scorer_version,
-        "producers": dict(producers),
-        "parts": [by_owner[index] for index in sorted(by_owner)],
-    }
     return Experience(
         samples=prepared.samples,
         scores=scores,
         old_log_probs=prepared.old_log_probs,
         ref_log_probs=prepared.ref_log_probs,
         values=None,
-        producers=dict(producers),
-        hash=contract_hash(manifest),
+        producers=dict(header.producers),
+        hash=store.seal(header, prepared),
     )

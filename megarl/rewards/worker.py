@@ -90,7 +90,8 @@ def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
     for name, scorer in scorers:
         try:
             parts = parts_of(scorer(response))
-        except Exception as error:  # the pool's boundary: any failure of foreign code is a status
+        # The pool's boundary: any failure of foreign code is a status, its `sys.exit()` too.
+        except (Exception, SystemExit) as error:
             seconds = time.perf_counter() - started
             return Verdict({}, "", f"{name}: {_describe(error)}", seconds)
         components[name] = parts.total
@@ -99,7 +100,7 @@ def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
     return Verdict(components, "; ".join(details), None, time.perf_counter() - started)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """`ValueError: what (file.py:12)`, one line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     first_line = str(error).strip().partition("\n")[0][:300]

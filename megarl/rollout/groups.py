@@ -260,6 +260,15 @@ class IterationPlan:
     """bool [N], rows that enter statistics and updates. `update` also packs a probe when there are
     none: sound rows whose log-probs are compared with the generator's and have no weight."""
 
+    @property
+    def minibatch(self) -> np.ndarray:
+        """int32 [N], the minibatch that trains each row, −1 where none does."""
+        number = np.full(len(self.trained), -1, dtype=np.int32)
+        for index, parts in enumerate(self.update.packs):
+            for rows in (rows for packs in parts for rows in packs):
+                number[rows] = index
+        return np.where(self.trained, number, np.int32(-1))
+
 
 def plan_iteration(
     table: SampleTable,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -38,6 +39,8 @@ def obey(response: Response) -> object:
             raise RuntimeError(f"{rest}\nsecond line")
         case "exit":
             os._exit(int(rest))
+        case "leave":
+            sys.exit(rest)
         case "sleep":
             time.sleep(float(rest))
             return 1.0

@@ -98,6 +98,7 @@ def test_the_same_response_twice_changes_nothing_and_another_is_refused(obeying)
         ("score nan", "obey: ValueError: returned nan, not a finite number"),
         ("score -inf", "obey: ValueError: returned -inf, not a finite number"),
         ("exit 3", "the scorer ended its process with exit code 3"),
+        ("leave 3", "obey: SystemExit: 3 (graders.py:"),
         ("input", "obey: EOFError: EOF when reading a line"),
     ],
 )

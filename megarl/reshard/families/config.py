@@ -68,7 +68,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of `folder`; `FolderError` says in one line what is missing."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise FolderError(f"{folder}: there is no such model folder; check model.path")
+        raise FolderError(
+            f"{folder}: there is no such model folder; check model.path, "
+            "or make a small one: python tools/make_tiny_model.py --help"
+        )
     if not path.is_file():
         raise FolderError(f"{folder}: no config.json; model.path must be an HF checkpoint folder")
     try:
