@@ -24,7 +24,7 @@ from megarl.recipe import (
     main,
     recipe_reference_markdown,
 )
-from megarl.recipe_reference import key_table
+from megarl.recipe.reference import key_table
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -180,6 +180,9 @@ def test_cross_checks_name_the_override(recipe_file: Path, key: str, value: str,
         ["actor.lr_schedule=cosine", "actor.min_lr=2e-4"],
         ["reward.on_status.error=penalty", "reward.penalty=-1"],
         ["rollout.tp=2"],
+        ["rollout.max_lost_share=0.99", "algorithm.dynamic_sampling.max_rounds=9"],
+        ["reward.scorers=[{name: format, at_least: 1}]", "reward.violated=-1"],
+        ["reward.quarantine_after=0"],
         ["rollout.group_size=2"],
         ["rollout.top_p=1", "rollout.top_k=-1", "rollout.repetition_penalty=1.0"],
     ],
@@ -202,6 +205,13 @@ def test_a_scorer_that_is_not_there_is_refused(recipe_file: Path) -> None:
     assert message.startswith(f"{place}: reward.scorers.0.name: there is no scorer exact_macth; ")
     own = "reward.scorers=[{name: 'my_package.rewards:score'}]"
     assert load_recipe(recipe_file, [own]).reward.scorers[0].name == "my_package.rewards:score"
+
+
+def test_a_constraint_without_the_total_it_leads_to_is_refused(recipe_file: Path) -> None:
+    with_setting(recipe_file, "reward.scorers", "[{name: format, at_least: 1.0}]")
+    message = refusal(recipe_file)
+    assert message.startswith(f"{recipe_file}:") and "set reward.violated" in message
+    assert "reward.scorers.0.at_least: " in message
 
 
 @pytest.mark.parametrize("dtype_key", ["rollout.dtype", "model.dtype"])
@@ -231,6 +241,9 @@ def test_fp32_parity_bounds_are_refused_with_bfloat16(
         ("algorithm.dual_clip", "1.0", "must be greater than 1, got 1.0"),
         ("data.train", "", "must be text, got nothing"),
         ("eval.every", "0", "must be greater than 0"),
+        ("rollout.max_lost_share", "1", "must be less than 1"),
+        ("algorithm.dynamic_sampling.max_rounds", "0", "must be greater than 0"),
+        ("reward.quarantine_after", "-1", "must be greater than or equal to 0"),
         ("algorithm", "3", "must be a section of keys, got 3"),
         ("data.eval", "2024-01-01", None),
     ],
@@ -436,7 +449,7 @@ def test_hash_is_the_recorded_one(recipe_file: Path) -> None:
     # Fails when a key or default changes: then every recorded hash changes too, on purpose.
     assert (
         load_recipe(recipe_file).hash
-        == "sha256:67de2ffa2999439fc442708115079c5f4d059a8955035375f03568c031c25ee4"
+        == "sha256:f04260d4f25fe78512e946608df5e55c9578ba1db2f1b6b8e14490fbf8f1af0a"
     )
 
 

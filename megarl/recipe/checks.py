@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.recipe_schema import Recipe
+from megarl.recipe.schema import Recipe
 from megarl.rewards.scorer import BUILT_IN
 
 Refusal = tuple[tuple[str, ...], str]
@@ -177,6 +177,11 @@ def _reward(recipe: Recipe) -> Iterator[Refusal]:
                 (f"reward.scorers.{index}.name",),
                 f"there is no scorer {name}; built in are {', '.join(BUILT_IN)}, an own function "
                 "is named import.path:function",
+            )
+        if reward.scorers[index].at_least is not None and reward.violated is None:
+            yield (
+                (f"reward.scorers.{index}.at_least", "reward.violated"),
+                "at_least needs the total of a response that falls below it; set reward.violated",
             )
         if name in names[:index]:
             yield (

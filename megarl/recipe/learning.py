@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from megarl.recipe_sections import Positive, Section, Share
+from megarl.recipe.sections import Natural, Positive, Section, Share
 
 StatusRule = Literal["drop", "retry", "stop", "penalty"]
 
@@ -25,6 +25,11 @@ class ScorerSection(Section):
         description="`exact_match`, `format`, or an own function as `import.path:function`."
     )
     weight: float = Field(1.0, description="Factor of its score in the total.")
+    at_least: float | None = Field(
+        None,
+        description="A lower score makes the total reward.violated, whatever the others say; "
+        "empty: no such constraint.",
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,8 +62,16 @@ class RewardSection(Section):
     penalty: float | None = Field(
         None, description="Reward that `penalty` rules give; required by them."
     )
+    violated: float | None = Field(
+        None, description="Total where a scorer's at_least is not met; required by at_least."
+    )
     max_error_share: Share = Field(
         0.1, description="Share of an iteration's samples that may fail before the run stops."
+    )
+    quarantine_after: Natural = Field(
+        3,
+        description="Responses to a prompt, over the run, that may go unscored (error or timeout) "
+        "before it is never drawn again; 0: never.",
     )
 
 
@@ -71,6 +84,17 @@ class KlSection(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
         description="With l = log π − log π_ref: k1 = l, k2 = l²/2, k3 = exp(−l) + l − 1.",
+    )
+
+
+class DynamicSamplingSection(Section):
+    """Drawing more prompts until enough groups would train (DAPO, arXiv:2503.14476)."""
+
+    max_rounds: Positive = Field(
+        1,
+        description="Rounds of drawing and generating, all by one policy version, until "
+        "rollout.prompts_per_iteration groups are complete and not dropped for equal rewards; "
+        "1: off.",
     )
 
 
@@ -105,8 +129,10 @@ class AlgorithmSection(Section):
         "drop", description="Groups whose rewards are all equal: out of every denominator, or kept."
     )
     partial_groups: Literal["drop", "keep_scored"] = Field(
-        "drop", description="Groups with an unscored sample: dropped whole, or the scored kept."
+        "drop",
+        description="Groups with a lost or unscored sample: dropped whole, or the scored kept.",
     )
+    dynamic_sampling: DynamicSamplingSection = Field(DynamicSamplingSection(), description="")
 
 
 class ParitySection(Section):

@@ -1,7 +1,7 @@
 """The typed recipe: one frozen pydantic model per section, every key documented where declared.
 
-Needs neither torch nor megatron nor sglang. `megarl/recipe.py` reads YAML into these models,
-`megarl/recipe_checks.py` compares keys with each other. A key's description is its documentation:
+Needs neither torch nor megatron nor sglang. The package itself reads YAML into these models,
+`megarl/recipe/checks.py` compares keys with each other. A key's description is its documentation:
 `--help` and docs/recipe.md are made from it.
 """
 
@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from megarl.contracts.hashes import contract_hash
-from megarl.recipe_learning import PARITY_DEFAULTS, AlgorithmSection, ParitySection, RewardSection
-from megarl.recipe_sections import (
+from megarl.recipe.learning import PARITY_DEFAULTS, AlgorithmSection, ParitySection, RewardSection
+from megarl.recipe.sections import (
     ActorSection,
     DataSection,
     EvalSection,

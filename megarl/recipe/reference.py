@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megarl.recipe_learning import ScorerSection
-from megarl.recipe_schema import Recipe
+from megarl.recipe.learning import ScorerSection
+from megarl.recipe.schema import Recipe
 
 COMMAND = "python -m megarl.recipe --reference > docs/recipe.md"
 

@@ -16,18 +16,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megarl.recipe_checks import refusals
-from megarl.recipe_learning import (
+from megarl.recipe.checks import refusals
+from megarl.recipe.learning import (
     AlgorithmSection,
+    DynamicSamplingSection,
     KlSection,
     OnStatusSection,
     ParitySection,
     RewardSection,
     ScorerSection,
 )
-from megarl.recipe_reference import help_text, key_table, recipe_reference_markdown
-from megarl.recipe_schema import Recipe
-from megarl.recipe_sections import (
+from megarl.recipe.reference import help_text, key_table, recipe_reference_markdown
+from megarl.recipe.schema import Recipe
+from megarl.recipe.sections import (
     ActorSection,
     DataSection,
     EvalSection,
@@ -38,12 +39,13 @@ from megarl.recipe_sections import (
     RunSection,
     WorldSection,
 )
-from megarl.recipe_source import RecipeError, Settings, apply_overrides, dotted, read_settings
+from megarl.recipe.source import RecipeError, Settings, apply_overrides, dotted, read_settings
 
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
     "DataSection",
+    "DynamicSamplingSection",
     "EvalSection",
     "ExperienceSection",
     "KlSection",
@@ -222,7 +224,3 @@ def _value(recipe: Recipe, key: str) -> Any:
             raise RecipeError(f"--get {key}: unknown key; see --help for the keys")
         value = getattr(value, part)
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

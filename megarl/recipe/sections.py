@@ -160,6 +160,11 @@ class RolloutSection(Section):
     retries: Natural = Field(
         1, description="Times a lost generation is run again, with its own seed."
     )
+    max_lost_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Share of an iteration's responses, over all replicas, that may stay lost "
+        "after the retries before the run stops; their groups follow algorithm.partial_groups.",
+    )
     top_p: float = Field(
         1.0, description="Only 1.0 (off): samples of a filtered distribution cannot be trained on."
     )
