@@ -4,6 +4,8 @@
 
 `rank` defaults to 1, `visit` (the how-manieth time the stage is entered) to 1, `seconds` (of
 `stuck`, `slow`, `frozen`) to an hour, 5 and 2.5. Any stage of `stages.STAGES`, or `vote <STATE>`.
+`lose` is for a stage that generates and `rollout.tp` 1: as long as the stage lasts, SGLang is told
+to abort the rank's first request at every attempt.
 Refused unless MEGARL_FAULT_TESTING=1, so that no run is broken by a forgotten variable.
 """
 
@@ -43,6 +45,10 @@ def _raise(fault: Fault) -> None:
     raise InjectedFault(f"injected fault in {fault.stage}")
 
 
+def _lose(fault: Fault) -> None:
+    fault.is_losing = True
+
+
 def _sleep(fault: Fault) -> None:
     time.sleep(fault.seconds)
 
@@ -51,6 +57,7 @@ KINDS: Mapping[str, tuple[Callable[[Fault], None], float]] = MappingProxyType(
     {
         "kill": (_kill, 0.0),
         "raise": (_raise, 0.0),
+        "lose": (_lose, 0.0),
         "stuck": (_sleep, 3600.0),
         "slow": (_sleep, 5.0),
         "frozen": (_freeze, 2.5),
@@ -68,10 +75,12 @@ class Fault:
     rank: int = 1
     visit: int = 1
     seconds: float = 0.0
+    is_losing: bool = field(default=False, init=False)
     _visits: int = field(default=0, init=False)
 
     def strike(self, stage: str) -> None:
         """Called at each stage this rank enters; acts on the planned visit of the planned one."""
+        self.is_losing = False
         if stage != self.stage:
             return
         self._visits += 1

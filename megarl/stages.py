@@ -60,6 +60,11 @@ class StageBoard:
         if self._fault is not None:
             self._fault.strike(stage)
 
+    @property
+    def is_losing(self) -> bool:
+        """Whether a planned fault loses a response of the stage that goes on."""
+        return self._fault is not None and self._fault.is_losing
+
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)

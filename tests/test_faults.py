@@ -31,6 +31,15 @@ def test_it_needs_permission_and_its_own_rank(monkeypatch) -> None:
     assert planned(1) == Fault("kill", "generate")
 
 
+def test_a_response_is_lost_as_long_as_the_planned_stage_lasts() -> None:
+    fault = parse("lose@generate:visit=2")
+    seen = []
+    for stage in ("generate", "grade", "generate", "grade", "generate"):
+        fault.strike(stage)
+        seen.append(fault.is_losing)
+    assert seen == [False, False, True, False, False]
+
+
 def test_it_strikes_once_on_the_planned_visit() -> None:
     fault = parse("raise@update:visit=2")
     fault.strike("update")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from operator import attrgetter
 
 import numpy as np
 
+from megarl.contracts.ids import pair_keys
 from megarl.contracts.samples import Samples
 
 
@@ -56,6 +58,8 @@ class RewardStatus(StrEnum):
     ERROR = "error"
 
 
+STATUSES = tuple(RewardStatus)
+"""A status as a number, in columns and sealed files, is its place here."""
 UNKNOWN_TOKEN = "unknown_token"
 """The detail of an error record: the response has an id that the tokenizer does not know."""
 
@@ -99,83 +103,133 @@ class RewardRecord:
 
 @dataclass(frozen=True)
 class Scores:
-    """Columnar reward records in canonical order. `total` is NaN exactly where `ok` is False."""
+    """Columnar reward records in canonical order. `total` is NaN exactly where `ok` is False.
+
+    Statuses and details are numbers inside: `status` and `detail` spell them out, at a tuple of N.
+    """
 
     draw_index: np.ndarray  # int32 [N]
     candidate: np.ndarray  # int32 [N]
     total: np.ndarray  # float64 [N]
-    status: tuple[RewardStatus, ...]
-    detail: tuple[str, ...]
+    status_code: np.ndarray  # int8 [N], an index into `STATUSES`
+    detail_code: np.ndarray  # int32 [N], an index into `details`
+    details: tuple[str, ...]
+    """The different details, sorted; some may be no row's."""
     components: dict[str, np.ndarray]  # float64 [N] each, NaN where the record has none
     seconds: np.ndarray  # float64 [N]
     scorer_version: str
 
+    def __len__(self) -> int:
+        return len(self.total)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """int64 [N], `pair_keys`."""
+        return pair_keys(self.draw_index, self.candidate)
+
+    @property
+    def status(self) -> tuple[RewardStatus, ...]:
+        return tuple(STATUSES[code] for code in self.status_code.tolist())
+
+    @property
+    def detail(self) -> tuple[str, ...]:
+        return tuple(self.details[code] for code in self.detail_code.tolist())
+
     @property
     def ok(self) -> np.ndarray:
-        return np.array([status is RewardStatus.OK for status in self.status], dtype=bool)
+        """bool [N]."""
+        return self.status_code == STATUSES.index(RewardStatus.OK)
+
+    def has_detail(self, detail: str) -> np.ndarray:
+        """bool [N], the rows with this very detail."""
+        if detail not in self.details:
+            return np.zeros(len(self), dtype=bool)
+        return self.detail_code == self.details.index(detail)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Scores:
         """The given rows, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         return Scores(
-            draw_index=self.draw_index[rows],
-            candidate=self.candidate[rows],
-            total=self.total[rows],
-            status=tuple(self.status[row] for row in rows),
-            detail=tuple(self.detail[row] for row in rows),
+            **{name: getattr(self, name)[rows] for name in _SCORE_COLUMNS},
+            details=self.details,
             components={name: values[rows] for name, values in self.components.items()},
-            seconds=self.seconds[rows],
             scorer_version=self.scorer_version,
         )
 
     @staticmethod
     def concat(parts: Sequence[Scores]) -> Scores:
         """All rows of `parts`, in the given order; refuses several scorer versions."""
-        versions = {part.scorer_version for part in parts if len(part.status)}
+        versions = {part.scorer_version for part in parts if len(part)}
         if len(versions) > 1:
             raise ValueError(f"rewards of several scorer versions in one step: {sorted(versions)}")
         names = sorted({name for part in parts for name in part.components})
+        details = tuple(sorted({detail for part in parts for detail in part.details}))
+        place = {detail: code for code, detail in enumerate(details)}
 
-        def column(name: str) -> np.ndarray:
-            empty = [np.full(len(part.status), np.nan) for part in parts]
+        def component(name: str) -> np.ndarray:
+            empty = [np.full(len(part), np.nan) for part in parts]
             columns = [p.components.get(name, e) for p, e in zip(parts, empty, strict=True)]
             return np.concatenate(columns)
 
+        columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in _SCORE_COLUMNS}
+        columns["detail_code"] = np.concatenate(
+            [
+                np.array([place[detail] for detail in part.details], np.int32)[part.detail_code]
+                for part in parts
+            ]
+        )
         return Scores(
-            draw_index=np.concatenate([part.draw_index for part in parts]),
-            candidate=np.concatenate([part.candidate for part in parts]),
-            total=np.concatenate([part.total for part in parts]),
-            status=tuple(status for part in parts for status in part.status),
-            detail=tuple(detail for part in parts for detail in part.detail),
-            components={name: column(name) for name in names},
-            seconds=np.concatenate([part.seconds for part in parts]),
+            **columns,
+            details=details,
+            components={name: component(name) for name in names},
             scorer_version=next(iter(versions), ""),
         )
 
     @staticmethod
     def from_records(records: Sequence[RewardRecord]) -> Scores:
         """Canonical columns of `records`; refuses two records for one sample or two scorers."""
-        ordered = sorted(records, key=lambda record: (record.draw_index, record.candidate))
-        pairs = {(record.draw_index, record.candidate) for record in ordered}
-        if len(pairs) != len(ordered):
+        draws = column_of(records, "draw_index", np.int32)
+        candidates = column_of(records, "candidate", np.int32)
+        keys = pair_keys(draws, candidates)
+        order = np.argsort(keys, kind="stable")
+        if (np.diff(keys[order]) == 0).any():
             raise ValueError("two reward records for one sample")
+        ordered = [records[row] for row in order.tolist()]
         versions = {record.scorer_version for record in ordered}
         if len(versions) > 1:
             raise ValueError(f"rewards of several scorer versions in one step: {sorted(versions)}")
         nan = float("nan")
-        names = sorted({name for record in ordered for name in record.components})
+        components = [record.components for record in ordered]
+        names = sorted({name for values in components for name in values})
+        words = [record.detail for record in ordered]
+        details = tuple(sorted(set(words)))
+        place = {detail: code for code, detail in enumerate(details)}
+        codes = {status: code for code, status in enumerate(STATUSES)}
+        rows = len(ordered)
+        statuses = [codes[record.status] for record in ordered]
+        # None, the total of what is not scored, becomes NaN in a float column.
         return Scores(
-            draw_index=np.array([r.draw_index for r in ordered], dtype=np.int32),
-            candidate=np.array([r.candidate for r in ordered], dtype=np.int32),
-            total=np.array([nan if r.total is None else r.total for r in ordered]),
-            status=tuple(r.status for r in ordered),
-            detail=tuple(r.detail for r in ordered),
+            draw_index=draws[order],
+            candidate=candidates[order],
+            total=column_of(ordered, "total", object).astype(np.float64),
+            status_code=np.fromiter(statuses, np.int8, rows),
+            detail_code=np.fromiter(map(place.__getitem__, words), np.int32, rows),
+            details=details,
             components={
-                name: np.array([r.components.get(name, nan) for r in ordered]) for name in names
+                name: np.fromiter((row.get(name, nan) for row in components), np.float64, rows)
+                for name in names
             },
-            seconds=np.array([r.seconds for r in ordered]),
+            seconds=column_of(ordered, "seconds", np.float64),
             scorer_version=next(iter(versions), ""),
         )
+
+
+def column_of(records: Sequence[RewardRecord], name: str, dtype: type) -> np.ndarray:
+    """One field of all records, [N]."""
+    return np.fromiter(map(attrgetter(name), records), dtype, len(records))
+
+
+_SCORE_COLUMNS = ("draw_index", "candidate", "total", "status_code", "detail_code", "seconds")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ from functools import cached_property
 
 import numpy as np
 
+from megarl.contracts.fingerprint import fingerprints
 from megarl.contracts.hashes import contract_hash
+from megarl.contracts.ids import pair_keys
+from megarl.contracts.ragged import gather_ragged, lengths_to_offsets
 
 
 class End(IntEnum):
@@ -118,9 +121,11 @@ class Sample:
     finished: float
 
 
-_FLAT = {"prompt_ids": "prompt_offsets"} | dict.fromkeys(
-    ("response_ids", "action_mask", "rollout_log_probs"), "response_offsets"
+_RAGGED = (
+    (("prompt_ids",), "prompt_offsets"),
+    (("response_ids", "action_mask", "rollout_log_probs"), "response_offsets"),
 )
+_FLAT = {name: offsets for names, offsets in _RAGGED for name in names}
 _DTYPES = {
     "draw_index": np.int32,
     "candidate": np.int32,
@@ -141,6 +146,7 @@ _DTYPES = {
 class Samples:
     """Columnar samples; arrays are made read-only. N rows, P prompt and R response tokens in all.
 
+    A read-only array that owns its memory and has the right dtype is shared, any other is copied.
     Raises `ValueError` when lengths disagree, a (draw index, candidate) pair appears twice or is
     negative, a prompt or response is empty, a reason is unknown, or a log-prob is positive or not
     finite.
@@ -163,9 +169,10 @@ class Samples:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            array = np.array(getattr(self, name), dtype=dtype)
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
+            array = getattr(self, name)
+            if not _is_frozen(array, dtype):
+                array = _frozen(np.array(array, dtype=dtype))
+                object.__setattr__(self, name, array)
         self._check()
 
     def _check(self) -> None:
@@ -179,15 +186,18 @@ class Samples:
                 raise ValueError(f"{offsets_name} must rise from 0 over {rows} non-empty rows")
             if len(getattr(self, name)) != offsets[-1]:
                 raise ValueError(f"{name} has {len(getattr(self, name))} tokens, not {offsets[-1]}")
-        pairs = np.stack([self.draw_index, self.candidate])
-        if np.unique(pairs, axis=1).shape[1] != rows:
-            raise ValueError("a (draw index, candidate) pair appears twice")
-        if (pairs < 0).any():
+        if (self.draw_index < 0).any() or (self.candidate < 0).any():
             raise ValueError("draw indices and candidates must be ≥ 0")
-        if not np.isin(self.end_reason, list(EndReason)).all():
+        steps = np.diff(self.keys)
+        if not (steps > 0).all():  # rows in canonical order need no sort
+            steps = np.diff(np.sort(self.keys))
+        if (steps == 0).any():
+            raise ValueError("a (draw index, candidate) pair appears twice")
+        if ((self.end_reason < 0) | (self.end_reason >= len(EndReason))).any():
             raise ValueError(f"end_reason has values that are no EndReason: {self.end_reason}")
         log_probs = self.rollout_log_probs
-        if not (np.isfinite(log_probs) & (log_probs <= 1e-6)).all():
+        # Written so that a NaN fails both comparisons.
+        if not (len(log_probs) == 0 or log_probs.min() > -np.inf and log_probs.max() <= 1e-6):
             raise ValueError("rollout log-probs must be finite numbers ≤ 0")
 
     def __len__(self) -> int:
@@ -229,22 +239,35 @@ class Samples:
         table = np.array([END_OF_REASON[reason] for reason in EndReason], dtype=np.int8)
         return table[self.end_reason]
 
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """int64 [N], `pair_keys`."""
+        return pair_keys(self.draw_index, self.candidate)
+
+    @cached_property
+    def fingerprints(self) -> np.ndarray:
+        """uint64 [N], one number per row over all its facts but the clock's."""
+        return fingerprints(self)
+
     def select(self, rows: Sequence[int] | np.ndarray) -> Samples:
         """The given rows, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         columns: dict[str, np.ndarray] = {}
-        for name in _DTYPES:
-            if name in _FLAT:
-                offsets = getattr(self, _FLAT[name])
-                columns[name] = _gather_ragged(getattr(self, name), offsets, rows)
-                columns[_FLAT[name]] = _offsets(np.diff(offsets)[rows])
-            elif not name.endswith("_offsets"):
-                columns[name] = getattr(self, name)[rows]
+        for names, offsets_name in _RAGGED:
+            offsets = getattr(self, offsets_name)
+            flats = gather_ragged([getattr(self, name) for name in names], offsets, rows)
+            columns |= dict(zip(names, flats, strict=True))
+            columns[offsets_name] = lengths_to_offsets(np.diff(offsets)[rows])
+        for name in _DTYPES.keys() - columns.keys():
+            columns[name] = getattr(self, name)[rows]
+        columns = {name: _frozen(column) for name, column in columns.items()}
         return Samples(**columns, version_id=self.version_id)
 
     def canonical(self) -> Samples:
         """The same rows in canonical order: (draw index, candidate)."""
-        return self.select(np.lexsort((self.candidate, self.draw_index)))
+        if (np.diff(self.keys) > 0).all():
+            return self
+        return self.select(np.argsort(self.keys, kind="stable"))
 
     @staticmethod
     def concat(parts: Sequence[Samples]) -> Samples:
@@ -252,13 +275,17 @@ class Samples:
         versions = {part.version_id for part in parts if len(part)}
         if len(versions) > 1:
             raise ValueError(f"samples of several versions in one experience: {sorted(versions)}")
+        parts = [part for part in parts if len(part)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         columns: dict[str, np.ndarray] = {}
         for name in _DTYPES:
             if name.endswith("_offsets"):
                 lengths = [np.diff(getattr(part, name)) for part in parts]
-                columns[name] = _offsets(np.concatenate(lengths))
+                columns[name] = lengths_to_offsets(np.concatenate(lengths))
             else:
                 columns[name] = np.concatenate([getattr(part, name) for part in parts])
+        columns = {name: _frozen(column) for name, column in columns.items()}
         return Samples(**columns, version_id=next(iter(versions), parts[0].version_id))
 
     @staticmethod
@@ -280,17 +307,23 @@ class Samples:
             return np.concatenate(parts) if parts else np.zeros(0)
 
         columns = {name: flat(name) for name in _FLAT}
-        columns["prompt_offsets"] = _offsets(np.array([len(row.prompt_ids) for row in rows]))
-        columns["response_offsets"] = _offsets(np.array([len(row.response_ids) for row in rows]))
+        for names, offsets_name in _RAGGED:
+            lengths = [len(getattr(row, names[0])) for row in rows]
+            columns[offsets_name] = lengths_to_offsets(np.array(lengths, dtype=np.int64))
         for name in ("draw_index", "candidate", "end_reason", "seed", "started", "finished"):
             columns[name] = np.array([getattr(row, name) for row in rows])
         return Samples(**columns, version_id=version_id)
 
 
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
 
 
-def _gather_ragged(flat: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    parts = [flat[offsets[row] : offsets[row + 1]] for row in rows]
-    return np.concatenate(parts) if parts else flat[:0]
+def _is_frozen(array: object, dtype: type) -> bool:
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == dtype
+        and array.flags.owndata
+        and not array.flags.writeable
+    )

@@ -8,8 +8,6 @@ Any state may go to FAILED. ACTOR_COMMITTED is in memory; a durable checkpoint i
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -17,7 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megarl.contracts.lines import LinesWriter
 from megarl.contracts.version import PolicyVersion
+
+JOURNAL_FILE = "journal.jsonl"
 
 
 class State(StrEnum):
@@ -52,6 +53,21 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
 )
 """From each state, the states that may follow it (FAILED may follow any)."""
 
+COLLECTING: Mapping[State, frozenset[State]] = MappingProxyType(
+    TRANSITIONS | {State.EXPERIENCE_SEALED: frozenset({State.ACTOR_COMMITTED})}
+)
+"""A run that only collects: an iteration ends with its experience, and the version stays."""
+
+FROM_SEALED: Mapping[State, frozenset[State]] = MappingProxyType(
+    dict.fromkeys(State, frozenset())
+    | {
+        State.ACTOR_COMMITTED: frozenset({State.EXPERIENCE_SEALED, State.ACTOR_COMMITTED}),
+        State.EXPERIENCE_SEALED: frozenset({State.UPDATING_FROM}),
+        State.UPDATING_FROM: frozenset({State.ACTOR_COMMITTED}),
+    }
+)
+"""A run that only trains: it finds its experience sealed, and generates nothing."""
+
 EVIDENCE: Mapping[State, tuple[str, ...]] = MappingProxyType(
     {
         State.ACTOR_COMMITTED: ("weight_manifest_hash",),
@@ -61,7 +77,7 @@ EVIDENCE: Mapping[State, tuple[str, ...]] = MappingProxyType(
         State.GENERATING: ("samples",),
         State.PREPARING: ("samples",),
         State.EXPERIENCE_SEALED: ("experience_hash", "samples"),
-        State.UPDATING_FROM: ("experience_hash",),
+        State.UPDATING_FROM: ("experience_hash", "derived_hash"),
         State.FAILED: ("reason",),
     }
 )
@@ -78,15 +94,20 @@ class Journal:
     A line is flushed to the operating system before the transition counts.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """`path` is None on every rank but 0: the state is kept, nothing is written."""
+    def __init__(
+        self,
+        path: Path | None,
+        transitions: Mapping[State, frozenset[State]] = TRANSITIONS,
+    ) -> None:
+        """`path` is None on every rank but 0: the state is kept, nothing is written.
+
+        `transitions`: the whole loop's, or those of a part of it (`COLLECTING`, `FROM_SEALED`).
+        """
+        self._transitions = transitions
         self.state: State | None = None
         self.iteration = -1
         self.version: PolicyVersion | None = None
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
+        self._lines = None if path is None else LinesWriter(path)
 
     def enter(self, state: State, iteration: int, version: PolicyVersion, **evidence: Any) -> None:
         """Go to `state`.
@@ -97,7 +118,7 @@ class Journal:
         if state is not State.FAILED:
             self._check(state, version, evidence)
         self.state, self.iteration, self.version = state, iteration, version
-        if self._file is not None:
+        if self._lines is not None:
             line = {
                 "time": round(time.time(), 3),
                 "iteration": iteration,
@@ -107,8 +128,7 @@ class Journal:
                 "update_attempt": version.update_attempt,
                 **evidence,
             }
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._lines.write(line)
 
     def _check(self, state: State, version: PolicyVersion, evidence: Mapping[str, Any]) -> None:
         missing = [key for key in EVIDENCE[state] if evidence.get(key) in (None, "")]
@@ -118,11 +138,13 @@ class Journal:
             if state is not State.ACTOR_COMMITTED:
                 raise IllegalTransition(f"a run starts at ACTOR_COMMITTED, not at {state}")
             return
-        if state not in TRANSITIONS[self.state]:
-            legal = sorted(TRANSITIONS[self.state])
+        if state not in self._transitions[self.state]:
+            legal = sorted(self._transitions[self.state])
             raise IllegalTransition(f"{self.state} → {state} is not legal; legal: {legal}")
         if state is not State.ACTOR_COMMITTED and version != self.version:
             raise IllegalTransition(f"{state} names {version}, the run is at {self.version}")
+        if self.state is State.EXPERIENCE_SEALED and version != self.version:
+            raise IllegalTransition(f"{version} follows {self.version} without an update")
         if (
             state is State.ACTOR_COMMITTED
             and self.version is not None
@@ -137,8 +159,6 @@ class Journal:
             self.enter(State.FAILED, self.iteration, self.version, reason=reason)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None

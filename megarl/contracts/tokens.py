@@ -180,6 +180,25 @@ class Tokens:
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """What each id adds to a text, for people: special ones by name, a part of a character as
+        the vocabulary writes it, an id that the tokenizer does not know as `⟨id 417⟩`."""
+        # Some tokenizers drop the space before the first piece: each is decoded after a letter.
+        anchor = self.encode("a")
+        start = self._tokenizer.decode(anchor, clean_up_tokenization_spaces=False)
+        told: dict[int, str] = {}
+        for id_ in (ids := list(ids)):
+            if id_ in told:
+                continue
+            if not (0 <= id_ < self.vocab_size and self.known_ids[id_]):
+                told[id_] = f"⟨id {id_}⟩"
+                continue
+            name = str(self._tokenizer.convert_ids_to_tokens(id_))
+            text = self._tokenizer.decode([*anchor, id_], clean_up_tokenization_spaces=False)
+            whole = text.startswith(start) and "\ufffd" not in text
+            told[id_] = text[len(start) :] if whole and id_ not in self.special_ids else name
+        return [told[id_] for id_ in ids]
+
     def ids_of(self, texts: Iterable[str]) -> tuple[int, ...]:
         """The one id of each text; raises `TokensError` for a text of several tokens."""
         found = []

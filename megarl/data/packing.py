@@ -104,13 +104,21 @@ def plan_packs(
     dp: int,
     budget: int,
     name: Callable[[int], str] = "sample {}".format,
+    even_length: int | None = None,
 ) -> list[list[np.ndarray]]:
     """Rows of every pack, `plan[dp_index][pack]`, int64 ascending.
 
     `lengths` are prompt + response tokens in canonical order. Each row is in one pack, no pack is
     above `budget` tokens, every dp index has the same number of packs (at least one, perhaps
-    empty) and tokens are balanced over packs and over dp indices. Longest sample first into the
-    lightest pack, with as few packs as that allows, never more than best-fit decreasing needs.
+    empty). Tokens are balanced over packs, and work over dp indices: n · (1 + n / even_length)
+    for a sample of n tokens, where at `even_length` attention costs as much as all else (None:
+    tokens alone). Longest sample first into the lightest pack, with as few packs as that allows,
+    never more than best-fit decreasing needs.
+
+    A group's samples may lie apart, for what needs siblings (means, deviations) comes from the
+    global table. Work of the busiest dp index over the mean, 64 groups of 16 at lognormal lengths
+    (median 6000, at most 32768), even_length 16000: 1.00 on 8 and on 32 indices; by tokens alone
+    1.05 and 1.13; with whole groups on one index 1.01 and 2.39.
 
     Raises `ValueError` for a sample longer than the budget; `name` turns a row into its name.
     """
@@ -136,7 +144,8 @@ def plan_packs(
         if max(sum(tokens[row] for row in rows) for rows in balanced) <= budget:
             packs = balanced
             break
-    return _deal([sorted(rows) for rows in packs], tokens, dp)
+    work = tokens if even_length is None else (lengths * (even_length + lengths)).tolist()
+    return _deal([sorted(rows) for rows in packs], work, dp)
 
 
 def _spread(tokens: list[int], order: list[int], bins: int) -> list[list[int]]:
@@ -166,17 +175,17 @@ def _best_fit(tokens: list[int], order: list[int], budget: int) -> list[list[int
     return packs
 
 
-def _deal(packs: list[list[int]], tokens: list[int], dp: int) -> list[list[np.ndarray]]:
+def _deal(packs: list[list[int]], work: list[int], dp: int) -> list[list[np.ndarray]]:
     """Packs over dp indices, an equal number each, heaviest first to the lightest index."""
     per_index = len(packs) // dp
-    loads = {rank: sum(tokens[row] for row in rows) for rank, rows in enumerate(packs)}
+    loads = {pack: sum(work[row] for row in rows) for pack, rows in enumerate(packs)}
     dealt: list[list[int]] = [[] for _ in range(dp)]
-    totals = [0] * dp
+    lightest = [(0, index) for index in range(dp)]
     for pack in sorted(loads, key=lambda pack: (-loads[pack], pack)):
-        open_ = [index for index in range(dp) if len(dealt[index]) < per_index]
-        index = min(open_, key=lambda index: (totals[index], index))
+        total, index = heapq.heappop(lightest)
         dealt[index].append(pack)
-        totals[index] += loads[pack]
+        if len(dealt[index]) < per_index:
+            heapq.heappush(lightest, (total + loads[pack], index))
     return [
         [np.array(packs[pack], dtype=np.int64) for pack in sorted(own, key=lambda p: -loads[p])]
         for own in dealt
@@ -211,6 +220,7 @@ def plan_update(
     dp: int,
     budget: int,
     name: Callable[[int], str] = "sample {}".format,
+    even_length: int | None = None,
 ) -> UpdatePlan:
     """Packs of every minibatch (arrays of global rows, disjoint); pure, the same on every rank.
 
@@ -224,7 +234,9 @@ def plan_update(
         rows = np.sort(np.asarray(rows, dtype=np.int64))
         if (owner[rows] >= 0).any() or len(np.unique(rows)) != len(rows):
             raise ValueError(f"a row is in two minibatches or twice in one: {rows.tolist()}")
-        parts = plan_packs(lengths[rows], dp, budget, lambda row, rows=rows: name(int(rows[row])))
+        parts = plan_packs(
+            lengths[rows], dp, budget, lambda row, rows=rows: name(int(rows[row])), even_length
+        )
         plan.append(tuple(tuple(rows[pack] for pack in own) for own in parts))
         for dp_index, own in enumerate(plan[-1]):
             for pack in own:

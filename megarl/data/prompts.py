@@ -1,4 +1,4 @@
-"""Prompts: rows of a JSONL file, checked once at start, and the order in which they are drawn.
+"""Prompts: rows of a JSONL file, checked once at start.
 
 Every row becomes a `Prompt` with the very ids the engine executes, or a refusal with file, line and
 reason. Nothing is truncated and the order of the file is kept.
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from megarl.contracts.hashes import bytes_hash, canonical_json
 from megarl.contracts.records import Prompt
 from megarl.contracts.tokens import Tokens, TokensError, check_messages
@@ -25,7 +23,7 @@ SHOWN_REFUSALS = 5
 
 
 class PromptError(ValueError):
-    """A prompt file that cannot be used, or not with this cursor; the message says why."""
+    """Prompts that cannot be used as asked; the message says why."""
 
 
 class Refusal(NamedTuple):
@@ -82,91 +80,6 @@ class PromptSet:
                 kinds[refused.kind] += 1
         _check_share(path, len(rows), refusals, kinds, section.max_refused_share)
         return PromptSet(tuple(rows), tuple(refusals), dict(kinds), _fingerprint(rows))
-
-
-class PromptCursor:
-    """Which prompts an iteration draws: a pure function of (rows, seed, iteration).
-
-    Every epoch is its own shuffle of all rows, and iterations cut the endless row of epochs into
-    equal draws; so each row comes once per epoch, also when `per_iteration` does not divide. In the
-    draw that spans two epochs, rows already drawn step back behind the draw's end: a row is drawn
-    at most once an iteration.
-    """
-
-    def __init__(self, prompts: PromptSet, seed: int, per_iteration: int) -> None:
-        """Raises `PromptError` when one iteration wants more prompts than there are."""
-        if per_iteration > len(prompts):
-            raise PromptError(
-                f"rollout.prompts_per_iteration is {per_iteration}, but there are only "
-                f"{len(prompts)} usable prompts; a row is drawn at most once an iteration"
-            )
-        self._rows = prompts.rows
-        self._seed = seed
-        self._per_iteration = per_iteration
-        self._fingerprint = prompts.fingerprint
-        self._epoch, self._order = 0, self._shuffle(0)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What must be equal for another run to continue this one's order."""
-        return {
-            "fingerprint": self._fingerprint,
-            "seed": self._seed,
-            "per_iteration": self._per_iteration,
-        }
-
-    def check_continues(self, state: dict[str, Any]) -> None:
-        """Raise `PromptError` unless this cursor goes on where the one with `state` stopped."""
-        for key, mine in self.state.items():
-            if state.get(key) != mine:
-                raise PromptError(
-                    f"the run to continue drew its prompts with {key} {state.get(key)!r}, this one "
-                    f"has {mine!r}: the order would differ; resume with the same data and recipe"
-                )
-
-    def epoch(self, iteration: int) -> float:
-        """How many times the rows have been gone through before `iteration`."""
-        return iteration * self._per_iteration / len(self._rows)
-
-    def draw(self, iteration: int) -> tuple[Prompt, ...]:
-        """The prompts of `iteration` (0, 1, …), `per_iteration` of them, all different."""
-        epoch, offset = divmod(iteration * self._per_iteration, len(self._rows))
-        drawn = self._order_of(epoch)[offset : offset + self._per_iteration]
-        missing = self._per_iteration - len(drawn)
-        if missing:
-            drawn = np.concatenate([drawn, self._order_of(epoch + 1)[:missing]])
-        return tuple(self._rows[row] for row in drawn)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if epoch < self._epoch:
-            self._epoch, self._order = 0, self._shuffle(0)
-        rows, size = len(self._rows), self._per_iteration
-        while self._epoch < epoch:
-            order = self._shuffle(self._epoch + 1)
-            # Rows of the spanning draw that the ending epoch gives, and how many it lacks.
-            begun = (self._epoch + 1) * rows % size
-            if begun:
-                late = np.isin(order, self._order[rows - begun :])
-                first = np.flatnonzero(~late)[: size - begun]
-                order = np.concatenate([order[first], np.delete(order, first)])
-            self._epoch, self._order = self._epoch + 1, order
-        return self._order
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        """int64 [rows]. Integer mixing of our own: the same on every machine and numpy version."""
-        rows = np.arange(len(self._rows), dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            stream = _mix(_mix(np.array([self._seed % 2**64], np.uint64)) + np.uint64(epoch))
-            keys = _mix(stream + rows * np.uint64(0x9E3779B97F4A7C15))
-        return np.argsort(keys, kind="stable")
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser, uint64 → uint64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class _Reader:

@@ -8,28 +8,19 @@ from __future__ import annotations
 from megarl.contracts.hashes import bytes_hash
 from megarl.contracts.records import Experience, Scores
 from megarl.data.prepare import Prepared
+from megarl.experience.columns import CLOCK_COLUMNS
+from megarl.experience.parts import SAMPLE_COLUMNS
 from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.world import Disagreement, World
 
-_SAMPLE_COLUMNS = (
-    "draw_index",
-    "candidate",
-    "prompt_ids",
-    "prompt_offsets",
-    "response_ids",
-    "response_offsets",
-    "action_mask",
-    "rollout_log_probs",
-    "end_reason",
-    "seed",
-)
+_FACTS = tuple(name for name in SAMPLE_COLUMNS if name not in CLOCK_COLUMNS)
 
 
 def facts_hash(scores: Scores, prepared: Prepared) -> str:
     """Hash of one rank's facts: every sample column but the clock's, rewards and log-probs."""
     samples = prepared.samples
-    chunks = [getattr(samples, name).tobytes() for name in _SAMPLE_COLUMNS]
-    chunks += [scores.total.tobytes(), ",".join(scores.status).encode()]
+    chunks = [getattr(samples, name).tobytes() for name in _FACTS]
+    chunks += [scores.total.tobytes(), scores.status_code.tobytes()]
     chunks += [scores.components[name].tobytes() for name in sorted(scores.components)]
     for name, column in (("old", prepared.old_log_probs), ("ref", prepared.ref_log_probs)):
         chunks.append(name.encode() + (b"-" if column is None else column.tobytes()))

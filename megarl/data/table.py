@@ -9,8 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from megarl.contracts.ids import name_pairs, pair_keys
 from megarl.contracts.records import UNKNOWN_TOKEN, Scores
 from megarl.contracts.samples import END_OF_REASON, EndReason
+from megarl.data.join import JoinCounts
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class SampleTable:
     scores: Scores
     version_id: str
     """The policy version that generated every row."""
+    contents: np.ndarray | None = None
+    """uint64 [N], `fingerprints` of the rows' facts; None where no tokens will follow the table."""
+    joined: JoinCounts = JoinCounts()
+    """What came again or late while the table was gathered."""
 
     def __len__(self) -> int:
         return len(self.draw_index)
@@ -47,30 +53,20 @@ class SampleTable:
     @property
     def invalid(self) -> np.ndarray:
         """bool [N], responses with an id that the tokenizer does not know."""
-        return np.array([detail == UNKNOWN_TOKEN for detail in self.scores.detail], dtype=bool)
+        return self.scores.has_detail(UNKNOWN_TOKEN)
 
     @cached_property
-    def _keys(self) -> np.ndarray:
+    def keys(self) -> np.ndarray:
+        """int64 [N], `pair_keys`, rising."""
         return pair_keys(self.draw_index, self.candidate)
 
     def rows_of(self, draw_index: np.ndarray, candidate: np.ndarray) -> np.ndarray:
         """int64 rows of the given ids; raises `KeyError` naming ids the table does not have."""
         keys = pair_keys(draw_index, candidate)
-        rows = np.searchsorted(self._keys, keys)
+        rows = np.searchsorted(self.keys, keys)
         found = np.zeros(len(keys), dtype=bool)
         inside = rows < len(self)
-        found[inside] = self._keys[rows[inside]] == keys[inside]
+        found[inside] = self.keys[rows[inside]] == keys[inside]
         if not found.all():
             raise KeyError(f"samples that are not in the table: {name_pairs(keys[~found])}")
         return rows
-
-
-def pair_keys(draw_index: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """int64, one per (draw index, candidate), rising in canonical order."""
-    return (np.asarray(draw_index, dtype=np.int64) << 32) | np.asarray(candidate, dtype=np.int64)
-
-
-def name_pairs(keys: np.ndarray, most: int = 8) -> str:
-    """`draw/candidate, …` of some keys, for messages."""
-    told = ", ".join(f"{key >> 32}/{key & 0xFFFFFFFF}" for key in keys[:most].tolist())
-    return told + (f" and {len(keys) - most} more" if len(keys) > most else "")

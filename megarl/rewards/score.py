@@ -5,6 +5,9 @@ scored (`ok`, detail `no_answer`); a scorer that raises, ends its process, or re
 finite number makes the record an `error`; one that takes too long makes it a `timeout`. What these
 lead to is the recipe's `reward.on_status`: `drop` keeps the status for group selection, `retry`
 scores once more and then drops, `penalty` gives the declared total, `stop` raises.
+
+The total is the weighted sum of the components, unless one is below its scorer's `at_least`: then
+it is `reward.violated`. The components stay what the scorers said.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from megarl.rewards.workers import Died, Job, Outcome, TimedOut, WorkerPool
 
 Key = tuple[int, int]
 """(draw index, candidate)."""
+
+PENALTY = "penalty for "
+"""Begins the detail of a record whose total is the declared penalty: it could not be scored."""
 
 
 class RewardError(RuntimeError):
@@ -64,6 +70,11 @@ class ScoringPool:
         """
         self._section, self._tokens = section, tokens
         self._weights = {component_name(item.name): item.weight for item in section.scorers}
+        self._at_least = {
+            component_name(item.name): item.at_least
+            for item in section.scorers
+            if item.at_least is not None
+        }
         if len(self._weights) < len(section.scorers):
             raise ScorerError(
                 "reward.scorers: two scorers have the same component name; rename one function: "
@@ -75,6 +86,8 @@ class ScoringPool:
         }
         if "penalty" in self._rules.values() and section.penalty is None:
             raise ScorerError("reward.on_status says penalty: set reward.penalty to its value")
+        if self._at_least and section.violated is None:
+            raise ScorerError("a scorer says at_least: set reward.violated, the total below it")
         setup = Setup(
             sys_path=tuple(sys.path),
             scorers=tuple((item.name, dict(item.options)) for item in section.scorers),
@@ -145,8 +158,8 @@ class ScoringPool:
         total = None
         if status is RewardStatus.OK:
             components = job.outcome.components
-            # Weight 0: reported, not counted (so that 0 × a huge score cannot show either).
-            total = sum(components[name] * w for name, w in self._weights.items() if w)
+            total, violation = self._total(components)
+            detail = "; ".join(told for told in (detail, violation) if told)
         else:
             self.failures.details[f"{status}: {detail}"] += 1
             if self._rules[status] == "stop":
@@ -155,7 +168,7 @@ class ScoringPool:
                     f"reward.on_status.{status} is stop: {detail}"
                 )
             if self._rules[status] == "penalty":
-                total, detail = self._section.penalty, f"penalty for {status}: {detail}"
+                total, detail = self._section.penalty, f"{PENALTY}{status}: {detail}"
                 status = RewardStatus.OK
         return RewardRecord(
             draw_index=key[0],
@@ -168,13 +181,23 @@ class ScoringPool:
             seconds=job.outcome.seconds,
         )
 
+    def _total(self, components: dict[str, float]) -> tuple[float, str]:
+        """The reward, and which constraints are violated (empty: none)."""
+        low = [name for name, bound in self._at_least.items() if components[name] < bound]
+        if low:
+            return self._section.violated, f"below at_least: {', '.join(low)}"
+        # Weight 0: reported, not counted (so that 0 × a huge score cannot show either).
+        return sum(components[name] * w for name, w in self._weights.items() if w), ""
+
     def _hash_version(self, setup: Setup) -> str:
-        """Over code, options, weights, rules and library versions."""
+        """Over code, options, weights, constraints, rules and library versions."""
         sources = self._pool.sources
         return contract_hash(
             {
                 "scorers": [[name, options] for name, options in setup.scorers],
                 "weights": self._weights,
+                "at_least": self._at_least,
+                "violated": self._section.violated,
                 "files": sources.files,
                 "libraries": sources.libraries,
                 "rules": {str(status): rule for status, rule in self._rules.items()},

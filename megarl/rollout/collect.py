@@ -6,7 +6,10 @@ depend on (run seed, iteration, prompt, candidate) alone, so samples do not depe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,14 +17,27 @@ from megarl.contracts.records import UNKNOWN_TOKEN, Prompt, RewardRecord, Reward
 from megarl.contracts.samples import Sample, Samples, SamplingContract
 from megarl.contracts.version import PolicyVersion
 from megarl.rewards.score import Failures, ScoringPool
-from megarl.rollout.generator import Generator, Request, assign_replicas, request_seed
+from megarl.rollout.requests import (
+    Loss,
+    LostGeneration,
+    LostReason,
+    Request,
+    assign_replicas,
+    request_seed,
+)
 from megarl.world import World
+
+if TYPE_CHECKING:  # deciding what a rollout gave takes no SGLang, whose import takes seconds
+    from megarl.rollout.generator import Generator
+
+TOLD_LOSSES = 5
 
 
 def make_requests(
-    prompts: Sequence[Prompt], sampling: SamplingContract, iteration: int
+    prompts: Sequence[Prompt], sampling: SamplingContract, iteration: int, first_draw: int = 0
 ) -> list[Request]:
-    """`sampling.n` requests per prompt in canonical order: (draw index, candidate)."""
+    """`sampling.n` requests per prompt in canonical order: (draw index, candidate). The first
+    prompt has the draw index `first_draw`."""
     return [
         Request(
             draw_index=draw_index,
@@ -29,7 +45,7 @@ def make_requests(
             prompt_ids=prompt.token_ids,
             seed=request_seed(sampling.seed, iteration, prompt.prompt_id, candidate),
         )
-        for draw_index, prompt in enumerate(prompts)
+        for draw_index, prompt in enumerate(prompts, first_draw)
         for candidate in range(sampling.n)
     ]
 
@@ -45,11 +61,16 @@ class Grading:
         pool: ScoringPool | None,
         prompts: Sequence[Prompt],
         known_ids: np.ndarray,
+        first_draw: int = 0,
     ) -> None:
-        """`known_ids` is bool [vocabulary]. `pool` is None where this rank does not grade."""
+        """`prompts` by draw index from `first_draw` on, `known_ids` is bool [vocabulary]. `pool` is
+        None where this rank does not grade."""
         self._pool = pool
         self._prompts = prompts
         self._known = known_ids
+        self._first_draw = first_draw
+        self.failures = Failures()
+        """After `collect`: of this rank's samples."""
         self._refused: list[RewardRecord] = []
         self._submitted: list[tuple[int, int]] = []
 
@@ -69,20 +90,42 @@ class Grading:
                 )
             )
             return
-        self._pool.submit(sample, self._prompts[sample.draw_index])
+        self._pool.submit(sample, self._prompts[sample.draw_index - self._first_draw])
         self._submitted.append((sample.draw_index, sample.candidate))
 
     def collect(self) -> list[RewardRecord]:
         """All records of this rank's samples; empty where this rank does not grade."""
         if self._pool is None:
             return []
-        return self._pool.collect(self._submitted, check_share=False) + self._refused
+        records = self._pool.collect(self._submitted, check_share=False)
+        self.failures = self._pool.failures
+        return records + self._refused
 
-    def check_failures(self, world: World, max_share: float) -> None:
-        """Collective. Raise `RewardError` on every rank when too large a share of all ranks'
-        samples could not be scored."""
-        mine = Failures() if self._pool is None else self._pool.failures
-        sum(world.gather(mine), Failures()).check(max_share)
+
+def check_failures(world: World, mine: Failures, max_share: float) -> None:
+    """Collective. Raise `RewardError` on every rank when too large a share of all ranks' samples
+    could not be scored."""
+    sum(world.gather(mine), Failures()).check(max_share)
+
+
+def count_losses(
+    world: World, mine: Sequence[Loss], asked: int, max_share: float
+) -> dict[LostReason, int]:
+    """Collective. All replicas' lost responses by reason, the same on every rank.
+
+    `asked` are the requests of all replicas. Raises `LostGeneration` on every rank when a larger
+    share of them than `max_share` is lost, naming the first ones.
+    """
+    parts = world.gather(list(mine) if world.leads_replica else [])
+    losses = sorted(chain(*parts), key=lambda loss: (loss.draw_index, loss.candidate))
+    if len(losses) > max_share * asked:
+        told = "; ".join(map(str, losses[:TOLD_LOSSES]))
+        more = f"; and {len(losses) - TOLD_LOSSES} more" * (len(losses) > TOLD_LOSSES)
+        raise LostGeneration(
+            f"{len(losses)} of {asked} responses are lost after their retries, "
+            f"rollout.max_lost_share is {max_share:g}: {told}{more}"
+        )
+    return dict(sorted(Counter(loss.reason for loss in losses).items()))
 
 
 def rollout(
@@ -92,20 +135,29 @@ def rollout(
     sampling: SamplingContract,
     version: PolicyVersion,
     grading: Grading,
-) -> Samples:
-    """This replica's samples, the same on all its ranks, in canonical order.
+) -> tuple[Samples, list[Loss]]:
+    """This replica's samples in canonical order, and what of its requests stayed lost after the
+    retries; the same on all its ranks. What the losses lead to is decided over all replicas.
 
-    Raises `RuntimeError` when a request came back missing, doubled or under another name.
+    Raises `RuntimeError` when a request came back doubled, under another name or not at all.
     """
     mine = assign_replicas(requests, world.mesh.replicas, sampling.max_response_tokens)
     mine = mine[world.replica]
     wanted = [requests[index] for index in mine]
-    done = generator.generate(wanted, sampling, version, on_completion=grading.submit)
+    losses: list[Loss] = []
+    done = generator.generate(
+        wanted,
+        sampling,
+        version,
+        on_completion=grading.submit,
+        on_loss=losses.append,
+        aborted=[0] if world.board.is_losing else [],
+    )
     expected = [(request.draw_index, request.candidate) for request in wanted]
-    got = [(sample.draw_index, sample.candidate) for sample in done]
+    got = [(part.draw_index, part.candidate) for part in (*done, *losses)]
     if sorted(got) != sorted(expected):
         raise RuntimeError(
             f"replica {world.replica} asked for {len(expected)} samples and got other ones: "
             f"{sorted(set(expected) ^ set(got))[:4]} …"
         )
-    return Samples.from_rows(done, version.id).canonical()
+    return Samples.from_rows(done, version.id).canonical(), losses

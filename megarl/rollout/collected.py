@@ -10,11 +10,7 @@ import numpy as np
 
 from megarl.contracts.samples import END_OF_REASON, EndReason, Sample, SamplingContract
 from megarl.rollout import scheduler as engine
-from megarl.rollout.requests import Request
-
-
-class LostGeneration(RuntimeError):
-    """A response did not come back, also after its retries."""
+from megarl.rollout.requests import Loss, LostReason, Request
 
 
 class Collected:
@@ -33,13 +29,14 @@ class Collected:
         self._eos_ids = eos_ids
         self._on_completion = on_completion
         self._samples: dict[int, Sample] = {}
-        self._reasons: dict[int, str] = {}
+        self._reasons: dict[int, tuple[LostReason, str]] = {}
 
     def missing(self) -> list[int]:
         return [row for row in range(len(self.requests)) if row not in self._samples]
 
     def samples(self) -> list[Sample]:
-        return [self._samples[row] for row in range(len(self.requests))]
+        """What came back, in the order of the requests."""
+        return [self._samples[row] for row in sorted(self._samples)]
 
     def accept(self, finished: engine.Req) -> None:
         """Take a finished request from SGLang."""
@@ -47,14 +44,15 @@ class Collected:
         request = self.requests[row]
         reason, told = end_reason(finished.finished_reason.to_json(), self._eos_ids)
         if reason is EndReason.ABORT:
-            self._reasons[row] = told
+            self._reasons[row] = LostReason.ABORTED, told
             return
         ids = np.array(finished.output_ids_through_stop, dtype=np.int32)
         log_probs = np.array(finished.logprob.output_token_logprobs_val, dtype=np.float32)
         if not np.isfinite(log_probs).all():
             raise FloatingPointError(f"{named(request)}: the generator's log-probs have no value")
         if len(ids) != len(log_probs) or not len(ids):
-            self._reasons[row] = f"{len(ids)} ids came with {len(log_probs)} log-probs"
+            told = f"{len(ids)} ids came with {len(log_probs)} log-probs"
+            self._reasons[row] = LostReason.WITHOUT_LOG_PROBS, told
             return
         sample = Sample(
             draw_index=request.draw_index,
@@ -73,13 +71,17 @@ class Collected:
         if self._on_completion is not None:
             self._on_completion(sample)
 
-    def raise_if_lost(self, attempts: int) -> None:
-        lost = [
-            f"{named(self.requests[row])} ({self._reasons.get(row, 'SGLang returned nothing')})"
+    def losses(self) -> list[Loss]:
+        """What is missing, in the order of the requests."""
+        nothing = LostReason.NOT_RETURNED, "SGLang returned nothing"
+        return [
+            Loss(
+                self.requests[row].draw_index,
+                self.requests[row].candidate,
+                *self._reasons.get(row, nothing),
+            )
             for row in self.missing()
         ]
-        if lost:
-            raise LostGeneration(f"lost after {attempts} attempts: {'; '.join(lost)}")
 
 
 def end_reason(finish: Mapping[str, Any], eos_ids: frozenset[int]) -> tuple[EndReason, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,14 @@ from megarl.contracts.version import PolicyVersion
 from megarl.platforms import platform_of
 from megarl.platforms.interface import WEIGHTS
 from megarl.rollout import scheduler as engine
-from megarl.rollout.collected import Collected, LostGeneration, named
-from megarl.rollout.requests import Request, assign_replicas, request_seed
+from megarl.rollout.collected import Collected, named
+from megarl.rollout.requests import (
+    Loss,
+    LostGeneration,
+    Request,
+    assign_replicas,
+    request_seed,
+)
 
 __all__ = [
     "Generator",
@@ -183,17 +189,21 @@ class Generator:
         sampling: SamplingContract,
         version: PolicyVersion,
         on_completion: Callable[[Sample], None] | None = None,
+        on_loss: Callable[[Loss], None] | None = None,
+        aborted: Collection[int] = (),
     ) -> list[Sample]:
         """Responses to this replica's `requests`, in their order.
 
         `on_completion` is called on every rank of the replica with each sample when it is
         finished, in order of completion, while others are still generated. A response that
         SGLang aborts or does not return is generated again with its seed, `rollout.retries`
-        times. Ids, log-probs and ends are the engine's; nothing is added or cut.
+        times; past these `on_loss` is called with it and the others are returned. Ids, log-probs
+        and ends are the engine's; nothing is added or cut. `aborted`, of tests: rows of `requests`
+        that SGLang is told to abort at every attempt.
 
         Raises `WrongVersion` unless `version` is active, `ValueError` for requests or sampling
-        that cannot be served as asked, `LostGeneration` past the retries, `FloatingPointError`
-        when a log-prob is not a number.
+        that cannot be served as asked, `LostGeneration` past the retries without `on_loss`,
+        `FloatingPointError` when a log-prob is not a number.
         """
         if self.active != version:
             raise WrongVersion(
@@ -212,8 +222,14 @@ class Generator:
                 self._scheduler.drive(
                     [engine.engine_request(str(row), requests[row], sampling) for row in missing],
                     collected.accept,
+                    [str(row) for row in missing if row in aborted],
                 )
-        collected.raise_if_lost(1 + self._section.retries)
+        losses = collected.losses()
+        if losses and on_loss is None:
+            told = "; ".join(map(str, losses))
+            raise LostGeneration(f"lost after {1 + self._section.retries} attempts: {told}")
+        for loss in losses:
+            on_loss(loss)
         return collected.samples()
 
     def _check_requests(self, requests: Sequence[Request], sampling: SamplingContract) -> None:

@@ -5,17 +5,18 @@
 `generating` is the only way to the generator. It takes the actor's committed weights through
 EXPORTING → ROLLOUT_LOADING → ROLLOUT_READY: reshard in place, read the generator's own parameters
 back, compare their digests with the version's manifest, flush the KV cache, activate; in that
-order. All ranks vote before the first token.
+order. All ranks vote before the first token, and what was read back is written down before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megarl.contracts.states import Journal, State
 from megarl.contracts.version import PolicyVersion, WeightManifest
+from megarl.experience.versions import VersionLog
 from megarl.observe.timeline import Stopwatch
 from megarl.platforms.offload import OptimizerOffload
 from megarl.reshard.transfer import Resharder, TransferStats
@@ -34,6 +35,8 @@ class HybridEngine:
     stopwatch: Stopwatch
     offload: OptimizerOffload | None = None
     """Keeps the optimizer state in host memory outside of training, or None."""
+    versions: VersionLog = field(default_factory=lambda: VersionLog(None))
+    """Where every hand-over is written down; by default nowhere."""
     transferred: TransferStats | None = field(default=None, init=False)
     """What the last hand-over moved."""
     _stage: str = field(default="training", init=False)
@@ -66,18 +69,28 @@ class HybridEngine:
         )
         self.world.enter("verify")
         with self.stopwatch("verify"):
-            self.resharder.verify(manifest)
+            held = self.resharder.verify(manifest)
         self.generator.activate(version)
         self.world.vote(
-            State.ROLLOUT_READY, {"version": version.id, "active": self.generator.active == version}
+            State.ROLLOUT_READY,
+            {
+                "version": version.id,
+                "active": self.generator.active == version,
+                "weight_manifest_hash": held.hash,
+            },
         )
+        self.versions.loaded(iteration, version, held, self.world.mesh.replicas)
         self.journal.enter(
             State.ROLLOUT_READY,
             iteration,
             version,
-            weight_manifest_hash=manifest.hash,
-            verified=True,
+            weight_manifest_hash=held.hash,
+            verified=held.hash == version.weight_manifest_hash,
         )
+
+    def manifest(self) -> WeightManifest:
+        """The actor's weights as they are, every copy of them compared. Collective."""
+        return self.resharder.manifest()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -101,3 +114,29 @@ class HybridEngine:
             raise RuntimeError(f"{stage}() inside {before}(): one stage at a time")
         yield
         self._stage = "training"
+
+
+@dataclass
+class TrainingOnly:
+    """Stands where `HybridEngine` stands in a run that generates nothing."""
+
+    read_manifest: Callable[[], WeightManifest]
+    offload: OptimizerOffload | None = None
+
+    def manifest(self) -> WeightManifest:
+        """The actor's weights as they are, every copy of them compared. Collective."""
+        return self.read_manifest()
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Forwards without updates; the optimizer state stays out."""
+        yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Updates."""
+        if self.offload is not None:
+            self.offload.back()
+        yield
+        if self.offload is not None:
+            self.offload.out()

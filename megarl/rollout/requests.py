@@ -1,4 +1,4 @@
-"""What is asked of the generator, with which seed, and on which replica. Pure.
+"""What is asked of the generator, with which seed, on which replica, and what stays lost. Pure.
 
 Seeds and assignment are the same on every rank, and a sample is a function of weights, prompt
 and seed alone, so results do not depend on replicas, batches or order.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,32 @@ class Request:
     prompt_ids: tuple[int, ...]
     seed: int
     """In [0, 2^63), from `request_seed`."""
+
+
+class LostGeneration(RuntimeError):
+    """Responses did not come back, also after their retries."""
+
+
+class LostReason(StrEnum):
+    """Why a response is lost, as the ledger counts it."""
+
+    ABORTED = "aborted"
+    NOT_RETURNED = "not_returned"
+    WITHOUT_LOG_PROBS = "without_log_probs"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A response that stayed lost after its retries."""
+
+    draw_index: int
+    candidate: int
+    reason: LostReason
+    told: str
+    """In words, at the last attempt."""
+
+    def __str__(self) -> str:
+        return f"draw {self.draw_index} candidate {self.candidate} ({self.told})"
 
 
 def request_seed(run_seed: int, iteration: int, prompt_id: str, candidate: int) -> int:

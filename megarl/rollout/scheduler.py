@@ -112,13 +112,18 @@ class InProcessScheduler(scheduling.Scheduler):
         return requests
 
     def drive(
-        self, requests: Sequence[TokenizedGenerateReqInput], on_finished: Callable[[Req], None]
+        self,
+        requests: Sequence[TokenizedGenerateReqInput],
+        on_finished: Callable[[Req], None],
+        aborted: Sequence[str] = (),
     ) -> None:
         """Run `requests` to their ends through SGLang's own event loop.
 
-        `on_finished` is called with each finished request at the step that finished it.
+        `on_finished` is called with each finished request at the step that finished it. Those
+        named in `aborted` are told to end before they begin (SGLang compares beginnings of names).
         """
         self.inbox, self.gracefully_exit = list(requests), False
+        self.inbox += [AbortReq(rid=name) for name in aborted]
         self._read_at_once = self._fit_one_prefill(requests)
         self.outbox.on_finished = on_finished
         try:

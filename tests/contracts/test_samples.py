@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.contracts.ragged import blocks_of, gather_ragged, lengths_to_offsets
 from megarl.contracts.samples import (
     END_OF_REASON,
     End,
@@ -152,3 +153,55 @@ def test_distributions_the_trainer_does_not_score_are_refused(change) -> None:
 def test_a_contracts_hash_is_its_content() -> None:
     assert CONTRACT.hash == replace(CONTRACT).hash
     assert CONTRACT.hash != replace(CONTRACT, seed=2).hash
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12), data=st.data())
+def test_ragged_rows_are_gathered_as_a_loop_would(lengths, data) -> None:
+    """Few long rows are copied, many short ones indexed: both are drawn here."""
+    offsets = lengths_to_offsets(np.array(lengths))
+    flats = [np.arange(offsets[-1], dtype=np.int32), np.arange(offsets[-1]) % 3 == 0]
+    rows = np.array(data.draw(st.lists(st.integers(0, len(lengths) - 1))), dtype=np.int64)
+    for flat, got in zip(flats, gather_ragged(flats, offsets, rows), strict=True):
+        loop = [flat[offsets[row] : offsets[row + 1]] for row in rows]
+        expected = np.concatenate([flat[:0], *loop])
+        assert got.dtype == flat.dtype and np.array_equal(got, expected)
+
+
+def test_blocks_hold_all_rows_once() -> None:
+    offsets = lengths_to_offsets(np.array([70_000, 5, 65_531, 1, 1, 200_000]))
+    assert blocks_of(offsets) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_ids", "response_ids", "action_mask", "rollout_log_probs", "end_reason", "seed"]
+)
+def test_a_fingerprint_sees_every_fact_of_its_row_alone(name: str) -> None:
+    samples = make_samples(SHAPES, holes=True)
+    column = getattr(samples, name).copy()
+    step = {"rollout_log_probs": -1, "action_mask": True}.get(name, 1)
+    column[-1] = column[-1] ^ step if name == "action_mask" else column[-1] + step
+    changed = replace(samples, **{name: column})
+    assert (changed.fingerprints != samples.fingerprints).tolist() == [False, False, True]
+
+
+def test_a_fingerprint_is_the_rows_own_wherever_it_lies_and_whenever_it_was_made() -> None:
+    samples = make_samples(SHAPES, holes=True)
+    later = replace(samples, started=samples.started + 1, finished=samples.finished + 1)
+    order = [2, 0, 1]
+    assert later.select(order).fingerprints.tolist() == samples.fingerprints[order].tolist()
+    swapped = replace(samples, response_ids=samples.response_ids[[1, 0, 2, 3, 4, 5]])
+    assert swapped.fingerprints[0] != samples.fingerprints[0]
+    assert len(make_samples([]).fingerprints) == 0
+
+
+def test_read_only_columns_are_shared_and_views_are_not() -> None:
+    samples = make_samples(SHAPES)
+    assert replace(samples, version_id="v1").response_ids is samples.response_ids
+    assert Samples.concat([samples, make_samples([])]) is samples
+    base = samples.seed.copy()
+    view = base[:]
+    view.setflags(write=False)
+    held = replace(samples, seed=view)
+    base[0] = -1
+    assert held.seed[0] != -1

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.contracts.states import EVIDENCE, TRANSITIONS, VOTED, IllegalTransition, Journal, State
+from megarl.contracts.states import (
+    COLLECTING,
+    EVIDENCE,
+    FROM_SEALED,
+    TRANSITIONS,
+    VOTED,
+    IllegalTransition,
+    Journal,
+    State,
+)
 from megarl.contracts.version import PolicyVersion
 
 V = PolicyVersion("run", 3, 0, "sha256:w", "sha256:t", "sha256:m")
@@ -18,6 +27,7 @@ FULL = {
     "verified": True,
     "samples": 8,
     "experience_hash": "sha256:e",
+    "derived_hash": "blake3:d",
     "reason": "disk full",
 }
 CYCLE = [
@@ -108,3 +118,25 @@ def test_any_state_may_fail_and_nothing_follows() -> None:
 def test_the_three_voted_states_and_every_state_is_declared() -> None:
     assert set(TRANSITIONS) == set(EVIDENCE) == set(State)
     assert {State.ROLLOUT_READY, State.EXPERIENCE_SEALED, State.ACTOR_COMMITTED} == VOTED
+
+
+def test_a_run_that_collects_ends_an_iteration_sealed_with_the_version_it_had() -> None:
+    journal = Journal(None, COLLECTING)
+    for state in (*CYCLE[:7], State.ACTOR_COMMITTED, *CYCLE[1:7]):
+        journal.enter(state, 1, V, **FULL)
+    with pytest.raises(IllegalTransition, match="EXPERIENCE_SEALED → UPDATING_FROM is not legal"):
+        journal.enter(State.UPDATING_FROM, 1, V, **FULL)
+    with pytest.raises(IllegalTransition, match="follows .* without an update"):
+        journal.enter(State.ACTOR_COMMITTED, 1, NEXT, **FULL)
+
+
+def test_a_run_that_trains_from_sealed_experience_never_generates() -> None:
+    journal = Journal(None, FROM_SEALED)
+    walk = (State.EXPERIENCE_SEALED, State.UPDATING_FROM)
+    for state in (State.ACTOR_COMMITTED, *walk):
+        journal.enter(state, 0, V, **FULL)
+    journal.enter(State.ACTOR_COMMITTED, 0, NEXT, **FULL)
+    with pytest.raises(IllegalTransition, match="ACTOR_COMMITTED → EXPORTING is not legal"):
+        journal.enter(State.EXPORTING, 1, NEXT, **FULL)
+    for partial in (COLLECTING, FROM_SEALED):
+        assert set(partial) == set(State) and not partial[State.FAILED]

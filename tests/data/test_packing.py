@@ -56,6 +56,21 @@ def test_tokens_are_balanced_over_packs_and_ranks() -> None:
         assert packs.max() / packs.mean() < 1.05 and ranks.max() / ranks.mean() < 1.01
 
 
+def test_attention_is_work_too() -> None:
+    """Many reasoning traces among short answers: the few long ones are spread over the ranks."""
+    generator = np.random.default_rng(5)
+    even_length, dp, worst = 16000, 8, {None: 0.0, 16000: 0.0}
+    for _ in range(5):
+        lengths = np.minimum(generator.lognormal(np.log(4000), 1.0, 512), 32768).astype(int) + 1
+        work = lengths * (1 + lengths / even_length)
+        for told in worst:
+            plan = plan_packs(lengths, dp, 33000, even_length=told)
+            loads = [sum(work[pack].sum() for pack in own) for own in plan]
+            worst[told] = max(worst[told], max(loads) / np.mean(loads))
+            assert len({len(own) for own in plan}) == 1
+    assert worst[even_length] < 1.01 < worst[None]
+
+
 def test_best_fit_is_used_where_balancing_needs_more_packs() -> None:
     # Lightest pack first gives 3 2 2 | 3 2, above 6; best fit gives 3 3 | 2 2 2.
     lengths = np.array([3, 2, 3, 2, 2])

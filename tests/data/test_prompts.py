@@ -1,7 +1,7 @@
-"""Prompt rows and the cursor.
+"""Prompt rows: what is read, what is refused.
 
-The refusal table and the resume order of the fault catalogue are in
-`tests/known_faults/test_data.py`. Not covered: files too large for memory.
+The refusal table of the fault catalogue is in `tests/known_faults/test_data.py`. Not covered: files
+too large for memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megarl.contracts.records import Prompt
 from megarl.contracts.tokens import Tokens, TokensError
-from megarl.data.prompts import PromptCursor, PromptError, PromptSet
-from megarl.recipe_sections import DataSection
+from megarl.data.prompts import PromptError, PromptSet
+from megarl.recipe.sections import DataSection
 from tests.contracts.tokenizer_folders import character_folder
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
@@ -154,48 +151,3 @@ def test_the_fingerprint_follows_content_and_order(tokens, tmp_path):
     assert fingerprint(a, b) == fingerprint(a, b)
     others = [(b, a), (a,), (a, b | {"answer": "3"}), (a, b | {"prompt": "c"}), (a, b | {"k": 1})]
     assert len({fingerprint(a, b), *(fingerprint(*rows) for rows in others)}) == 6
-
-
-def prompt_set(count: int) -> PromptSet:
-    rows = tuple(Prompt(str(i), "s", "x", (1,), "1") for i in range(count))
-    return PromptSet(rows, (), {}, "blake3:x")
-
-
-@given(
-    rows=st.integers(1, 40),
-    share=st.floats(0.01, 1.0),
-    seed=st.integers(0, 2**63),
-    epochs=st.integers(1, 4),
-)
-def test_each_row_once_an_epoch_and_at_most_once_a_draw(rows, share, seed, epochs):
-    size = max(1, int(rows * share))
-    cursor = PromptCursor(prompt_set(rows), seed, size)
-    draws = [cursor.draw(i) for i in range(-(-rows * epochs // size))]
-    assert all(len({row.prompt_id for row in draw}) == size for draw in draws)
-    stream = [row.prompt_id for draw in draws for row in draw]
-    for epoch in range(epochs):
-        assert len(set(stream[epoch * rows : (epoch + 1) * rows])) == rows
-    # Pure: in any order, and from a cursor that has drawn nothing.
-    fresh = PromptCursor(prompt_set(rows), seed, size)
-    assert [fresh.draw(i) for i in reversed(range(len(draws)))] == draws[::-1]
-
-
-def test_epochs_and_seeds_shuffle_differently():
-    def stream(seed: int) -> list[str]:
-        cursor = PromptCursor(prompt_set(50), seed, 50)
-        return [[row.prompt_id for row in cursor.draw(i)] for i in range(2)]
-
-    orders = [*stream(1), *stream(2), [str(i) for i in range(50)]]
-    assert len({tuple(order) for order in orders}) == 5
-
-
-def test_a_known_order_stays_what_it_is():
-    """A frozen example: the order of a run must survive upgrades of Python and numpy."""
-    cursor = PromptCursor(prompt_set(10), 1, 5)
-    order = [int(row.prompt_id) for i in range(2) for row in cursor.draw(i)]
-    assert order == [9, 8, 7, 4, 2, 0, 3, 6, 5, 1]
-
-
-def test_more_prompts_than_rows_are_refused():
-    with pytest.raises(PromptError, match="prompts_per_iteration is 4, but there are only 3"):
-        PromptCursor(prompt_set(3), 1, 4)

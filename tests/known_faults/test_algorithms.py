@@ -299,7 +299,8 @@ def _iteration(rewards: dict[tuple[int, int], float]) -> tuple[list, list, list]
         actor=SimpleNamespace(tokens_per_micro_batch=5),
     )
     plan = plan_iteration(table, recipe, world.mesh.dp)
-    own, scored = exchange(world, samples, table, plan.update.owner)
+    owned = exchange(world, samples, table, plan.update.owner)
+    own, scored = owned.samples, owned.scores
     advantages = grpo_advantages(
         table.scores.total, table.draw_index, plan.selection.kept, True, 1e-6
     )

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from megarl.contracts.tokens import Tokens
-from megarl.data.prompts import PromptCursor, PromptError, PromptSet
-from megarl.recipe_sections import DataSection
+from megarl.data.cursor import PromptCursor
+from megarl.data.prompts import PromptError, PromptSet
+from megarl.recipe.sections import DataSection
 from tests.contracts.tokenizer_folders import character_folder, metaspace_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
@@ -97,17 +98,25 @@ def _ten_prompts(folder: Path, answer: str = "1") -> PromptSet:
     return PromptSet.load(path, tokens, section)
 
 
+def _steps(cursor: PromptCursor, count: int) -> list[list[str]]:
+    """Two prompts each."""
+    drawn = []
+    for _ in range(count):
+        cursor.begin()
+        drawn.append([row.prompt_id for row in cursor.draw(2)])
+    return drawn
+
+
 def test_a_resumed_run_draws_what_an_uninterrupted_one_would(tmp_path):
     """10 prompts, 2 a step, stopped after step 2: union 0…9 once each, same order, and the
-    second epoch's shuffle too; other data, seed or size is refused."""
+    second epoch's shuffle too; other data or another seed is refused."""
     prompts = _ten_prompts(tmp_path / "a")
-    whole = PromptCursor(prompts, seed=3, per_iteration=2)
-    uninterrupted = [[row.prompt_id for row in whole.draw(step)] for step in range(10)]
+    uninterrupted = _steps(PromptCursor(prompts, seed=3, per_iteration=2), 10)
     first = PromptCursor(prompts, seed=3, per_iteration=2)
+    drawn = _steps(first, 2)
     resumed = PromptCursor(_ten_prompts(tmp_path / "b"), seed=3, per_iteration=2)
-    resumed.check_continues(json.loads(json.dumps(first.state)))
-    steps = [first.draw(step) for step in (0, 1)] + [resumed.draw(step) for step in range(2, 10)]
-    drawn = [[row.prompt_id for row in step] for step in steps]
+    resumed.restore(json.loads(json.dumps(first.state)))
+    drawn += _steps(resumed, 8)
     assert drawn == uninterrupted
     epochs = np.array(drawn).reshape(2, 10).astype(int)
     assert (np.sort(epochs, axis=1) == np.arange(10)).all()
@@ -115,11 +124,10 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_would(tmp_path):
     others = {
         "fingerprint": PromptCursor(_ten_prompts(tmp_path / "c", answer="2"), 3, 2),
         "seed": PromptCursor(prompts, 4, 2),
-        "per_iteration": PromptCursor(prompts, 3, 5),
     }
     for key, other in others.items():
         with pytest.raises(PromptError, match=f"with {key} .*resume with the same data"):
-            other.check_continues(first.state)
+            other.restore(first.state)
 
 
 def test_ids_the_tokenizer_does_not_know_are_known_as_such(tmp_path):

@@ -12,7 +12,7 @@ import psutil
 
 from megarl.contracts.records import Prompt, RewardRecord
 from megarl.contracts.samples import END_OF_REASON, EndReason, Sample
-from megarl.recipe_learning import RewardSection
+from megarl.recipe.learning import RewardSection
 from megarl.rewards.score import ScoringPool
 
 GRADERS = "tests.rewards.graders"

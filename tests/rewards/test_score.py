@@ -149,6 +149,33 @@ def test_penalty_gives_the_declared_total_and_says_so():
     assert fine.total == 1.0
 
 
+def test_a_constraint_decides_the_total_and_leaves_the_components():
+    constrained = ({"name": f"{GRADERS}:length", "at_least": 4.0}, EXACT)
+    with scoring(*constrained, violated=-3.0) as pool:
+        short, met, wrong = score(pool, ["46", "so 46", "so 45"])
+    assert short.total == -3.0 and short.status is RewardStatus.OK
+    assert short.components == {"length": 2.0, "exact_match": 0.0}
+    assert short.detail == "no_answer; below at_least: length"
+    assert (met.total, met.detail) == (5.0 + 2.0, "")
+    assert (wrong.total, wrong.detail) == (5.0, "")
+    # A weight of 0 is no exemption: the constraint is on the score.
+    only = {"name": f"{GRADERS}:length", "at_least": 4.0, "weight": 0.0}
+    with scoring(only, EXACT, violated=-3.0) as pool:
+        assert [record.total for record in score(pool, ["46", "so 46"])] == [-3.0, 2.0]
+    with pytest.raises(ScorerError, match="says at_least: set reward.violated"):
+        ScoringPool(section(*constrained), Characters())
+
+
+def test_a_constraint_is_part_of_the_scorers_version():
+    def version(at_least: float | None, violated: float | None) -> str:
+        item = {"name": f"{GRADERS}:length", "at_least": at_least}
+        with scoring(item, violated=violated) as pool:
+            return pool.version
+
+    assert version(1.0, 0.0) == version(1.0, 0.0)
+    assert len({version(None, None), version(1.0, 0.0), version(2.0, 0.0), version(1.0, 0.5)}) == 4
+
+
 def test_stop_names_the_prompt_and_what_happened():
     with (
         scoring(OBEY, on_status={"error": "stop"}) as pool,

@@ -87,8 +87,22 @@ def _lost(generator: Any) -> dict[str, Any]:
     again = generator.generate(requests, sampling, tiny.version(), abort_the_other)
     generator._section.retries = 0
     told = failure(generator.generate, requests, sampling, tiny.version(), abort_the_other)
+    losses: list[Any] = []
+    rest = generator.generate(
+        requests, sampling, tiny.version(), abort_the_other, on_loss=losses.append
+    )
     generator._section.retries = 1
-    return {"whole": whole, "again": again, "told": told, "completed": completed}
+    kept = generator.generate(
+        requests, sampling, tiny.version(), on_loss=losses.append, aborted=[0]
+    )
+    return {
+        "whole": whole,
+        "again": again,
+        "told": told,
+        "completed": completed,
+        "losses": losses,
+        "rest": [rest, kept],
+    }
 
 
 def _counted(
@@ -98,12 +112,12 @@ def _counted(
     counts: list[int] = []
     drive = generator._scheduler.drive
 
-    def counting(batch: Any, on_finished: Any) -> None:
+    def counting(batch: Any, on_finished: Any, aborted: Any) -> None:
         def accept(finished: Any) -> None:
             counts.append(getattr(finished, count))
             on_finished(finished)
 
-        drive(batch, accept)
+        drive(batch, accept, aborted)
 
     generator._scheduler.drive = counting
     try:

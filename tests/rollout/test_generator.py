@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.contracts.samples import EndReason, Samples
+from megarl.rollout.requests import LostReason
 from tests.rollout import engines, tiny
 from tests.rollout.engines import on_one_rank, on_two_ranks
 from tests.rollout.oracle import BOUND, assert_same_draws, first_difference, seeded_margin
@@ -121,6 +122,19 @@ def test_an_aborted_response_is_generated_again_with_its_seed(ranks, layout: str
     assert lost["again"][1].end_reason is EndReason.MAX_TOKENS
     assert lost["told"].startswith("LostGeneration") and "draw 0 candidate 1" in lost["told"]
     assert "candidate 0" not in lost["told"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_response_lost_for_good_is_told_and_the_others_are_returned(ranks, layout: str):
+    """The first time SGLang aborts it while it runs, the second time before, at both attempts."""
+    lost = on_one_rank(ranks, layout)["lost"]
+    running, waiting = lost["losses"]
+    assert (running.draw_index, running.candidate, running.reason) == (0, 1, LostReason.ABORTED)
+    assert (waiting.candidate, waiting.reason) == (0, LostReason.NOT_RETURNED)
+    for samples, candidate in zip(lost["rest"], (0, 1), strict=True):
+        (sample,) = samples
+        assert sample.candidate == candidate
+        assert sample.response_ids.tolist() == lost["again"][candidate].response_ids.tolist()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -27,7 +27,6 @@ from megarl.rollout.groups import (
     ledger,
     plan_iteration,
     select_groups,
-    shares_by,
     split_minibatches,
 )
 from tests.data.make_samples import make_record
@@ -124,6 +123,21 @@ def test_equal_reward_values_follow_the_one_policy() -> None:
     assert _reasons(scored) == ["zero_variance", "zero_variance", "reward_error", "zero_variance"]
 
 
+def test_groups_beyond_the_target_are_surplus_in_canonical_order() -> None:
+    groups = ([1, 0], [1, 1], [0, 1], [0, ERROR], [1, 0], [0, 1])
+    selection = _select(*groups, size=2, target=2)
+    surplus, error = ["surplus"] * 2, ["incomplete_group", "reward_error"]
+    equal = ["zero_variance"] * 2
+    assert _reasons(selection) == ["trained"] * 2 + equal + ["trained"] * 2 + error + surplus * 2
+    assert selection.counts["groups_informative"] == 4 and selection.counts["groups_trained"] == 2
+    account = ledger(selection)
+    assert account["dropped"] == {"incomplete_group": 1, "zero_variance": 2, "surplus": 4}
+    assert _select(*groups, size=2, target=4).kept.sum() == 8
+    # What is kept by rule is informative too.
+    kept = _select([1, 1], [1, ERROR], [1, 0], size=2, zero="keep", target=1)
+    assert _reasons(kept)[:2] == ["trained"] * 2 and kept.counts["groups_informative"] == 2
+
+
 def test_a_group_of_one_never_trains() -> None:
     for zero in ("drop", "keep"):
         selection = _select([1], [0], size=1, zero=zero)
@@ -195,6 +209,7 @@ def test_the_ledger_closes_and_minibatches_hold_whole_groups(groups, zero, parti
     assert all((np.diff(part) > 0).all() for part in parts)
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 3
+    assert max(map(len, homes)) - min(map(len, homes)) <= 1
     alive = sum(n > 0 for n in trained.values())
     assert sum(size == 0 for size in sizes) == max(0, minibatches - alive)
 
@@ -205,6 +220,17 @@ def test_equal_groups_are_dealt_in_turn() -> None:
     assert [part.tolist() for part in parts] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
 
 
+def test_groups_of_unequal_size_are_dealt_by_count_and_then_by_samples() -> None:
+    """Sizes 4, 2, 2, 2: by samples alone one minibatch would hold one group and the other three."""
+    short = [1, 0, None, None]
+    selection = _select([1, 0, 0, 1], short, short, short, partial="keep_scored")
+    parts = split_minibatches(selection, 2)
+    assert [selection.draw_index[part].tolist() for part in parts] == [
+        [0, 0, 0, 0, 3, 3],
+        [1, 1, 2, 2],
+    ]
+
+
 def test_a_ledger_that_does_not_close_names_the_samples() -> None:
     selection = _select([1, 0, 0, 1], [1, 1, 1, 1])
     with pytest.raises(LedgerError, match="0/2 is trained and was not trained"):
@@ -213,14 +239,6 @@ def test_a_ledger_that_does_not_close_names_the_samples() -> None:
         ledger(selection, np.array([1, 1, 1, 1, 0, 0, 0, 1], bool))
     with pytest.raises(LedgerError, match="does not close"):
         ledger(replace(selection, counts=selection.counts | {"samples": 9}))
-
-
-def test_shares_by_source() -> None:
-    selection = _select([1, 0], [1, 1], [0, 1], size=2)
-    assert shares_by(selection, ["a", "a", "a", "a", "b", "b"]) == {
-        "a": {"trained": 0.5, "zero_variance": 0.5},
-        "b": {"trained": 1.0},
-    }
 
 
 def test_the_iterations_plan_joins_selection_minibatches_and_packs() -> None:

@@ -1,0 +1,184 @@
+"""Which samples train: groups complete, scored and worth a gradient.
+
+A pure, global decision on the small table that every rank holds, so no rank can skip a collective
+its peers enter. Two kinds of samples do not train: *refused* ones, which are themselves unusable
+(aborted, not scorable, ids no tokenizer knows), and *dropped* ones, which are sound but whose
+group is not used.
+
+N samples in canonical order; a group is the samples of one draw index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from megarl.contracts.records import STATUSES, RewardStatus, Scores
+from megarl.contracts.samples import End
+
+
+class Verdict(StrEnum):
+    """What became of a sample, and why."""
+
+    TRAINED = "trained"
+    ABORTED = "aborted"
+    INVALID_TOKENS = "invalid_tokens"
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_ERROR = "reward_error"
+    INCOMPLETE_GROUP = "incomplete_group"
+    GROUP_OF_ONE = "group_of_one"
+    ZERO_VARIANCE = "zero_variance"
+    SURPLUS = "surplus"
+
+
+REFUSED = (
+    Verdict.ABORTED,
+    Verdict.INVALID_TOKENS,
+    Verdict.REWARD_TIMEOUT,
+    Verdict.REWARD_ERROR,
+)
+DROPPED = (
+    Verdict.INCOMPLETE_GROUP,
+    Verdict.GROUP_OF_ONE,
+    Verdict.ZERO_VARIANCE,
+    Verdict.SURPLUS,
+)
+VERDICTS = (Verdict.TRAINED, *REFUSED, *DROPPED)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The decision over one iteration's samples; arrays run over the N canonical rows."""
+
+    draw_index: np.ndarray  # int32 [N], the group
+    candidate: np.ndarray  # int32 [N]
+    verdict: np.ndarray  # int8 [N], index into `VERDICTS`
+    kept: np.ndarray  # bool [N], True where the sample trains
+    group_size: np.ndarray  # int64 [N], rows of the sample's group that train
+    counts: dict[str, int]
+    """For metrics: `groups`, `groups_informative` (fit to train), `groups_trained`,
+    `groups_incomplete`, `groups_of_one`, `groups_zero_variance` (also where these are kept),
+    `samples`, `samples_lost` (asked for, never made), and `samples_<verdict>` for every verdict.
+    """
+
+    def reason(self, row: int) -> Verdict:
+        return VERDICTS[self.verdict[row]]
+
+
+def select_groups(
+    scores: Scores,
+    end: np.ndarray,
+    group_size: int,
+    zero_variance: str,
+    partial_groups: str,
+    *,
+    prompts: int | None = None,
+    invalid: np.ndarray | None = None,
+    target: int | None = None,
+) -> Selection:
+    """Decide which samples train.
+
+    `scores` in canonical order, `end` int [N] an `End` per row, `prompts` how many groups were
+    drawn (for groups that lost every candidate), `invalid` bool [N] rows with ids the tokenizer
+    does not know. A row is sound when it is neither aborted nor invalid and its score is ok.
+
+    - `partial_groups` "drop": a group with a missing or unsound candidate is dropped whole;
+      "keep_scored": its sound rows train if they are at least two.
+    - a single sound row never trains: it has nothing to be compared with.
+    - `zero_variance` "drop": a group whose reward *values* are all equal is dropped; "keep": it
+      trains with advantages of exactly 0.
+    - `target`: of the groups that are fit to train (informative) the first so many do, in
+      canonical order; the others are surplus. None: all do.
+
+    Raises `ValueError` for rows out of canonical order, twice, or beyond the group's size, and
+    for an unknown policy.
+    """
+    _check(scores, end, group_size, zero_variance, partial_groups)
+    verdict = _row_verdicts(scores, end, invalid)
+    sound = verdict == 0
+    _, member, present = np.unique(scores.draw_index, return_inverse=True, return_counts=True)
+    groups = len(present)
+    drawn = groups if prompts is None else prompts
+    if drawn < groups:
+        raise ValueError(f"samples of {groups} groups, but only {drawn} prompts were drawn")
+    usable = np.bincount(member[sound], minlength=groups)
+    incomplete, alone = usable < group_size, usable == 1
+    equal = _all_equal(scores.total[sound], member[sound], groups) & (usable >= 2)
+
+    def drop(reason: Verdict, chosen: np.ndarray) -> None:
+        verdict[sound & chosen[member] & (verdict == 0)] = VERDICTS.index(reason)
+
+    if partial_groups == "drop":
+        drop(Verdict.INCOMPLETE_GROUP, incomplete)
+    drop(Verdict.GROUP_OF_ONE, alone)
+    if zero_variance == "drop":
+        drop(Verdict.ZERO_VARIANCE, equal)
+    informative = np.bincount(member[verdict == 0], minlength=groups) > 0
+    if target is not None:
+        drop(Verdict.SURPLUS, informative & (np.cumsum(informative) > target))
+
+    kept = verdict == 0
+    trained = np.bincount(member[kept], minlength=groups)
+    tally = np.bincount(verdict, minlength=len(VERDICTS)).tolist()
+    counts = {
+        "groups": drawn,
+        "groups_informative": int(informative.sum()),
+        "groups_trained": int((trained > 0).sum()),
+        "groups_incomplete": int(incomplete.sum()) + drawn - groups,
+        "groups_of_one": int(alone.sum()),
+        "groups_zero_variance": int(equal.sum()),
+        "samples": len(verdict),
+        "samples_lost": drawn * group_size - len(verdict),
+        **{f"samples_{name}": tally[index] for index, name in enumerate(VERDICTS)},
+    }
+    draws, candidates = scores.draw_index, scores.candidate
+    return Selection(draws, candidates, verdict, kept, trained[member], counts)
+
+
+def _all_equal(values: np.ndarray, member: np.ndarray, groups: int) -> np.ndarray:
+    """bool [groups]: all of a group's values are the same; `member` is each value's group."""
+    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low, member, values)
+    np.maximum.at(high, member, values)
+    return low == high
+
+
+def _check(
+    scores: Scores, end: np.ndarray, group_size: int, zero_variance: str, partial_groups: str
+) -> None:
+    if zero_variance not in ("drop", "keep"):
+        raise ValueError(f"algorithm.zero_variance is {zero_variance!r}; use drop or keep")
+    if partial_groups not in ("drop", "keep_scored"):
+        raise ValueError(f"algorithm.partial_groups is {partial_groups!r}; use drop or keep_scored")
+    if len(end) != len(scores.draw_index):
+        raise ValueError(f"{len(end)} ends for {len(scores.draw_index)} scores")
+    pairs = np.stack([scores.draw_index, scores.candidate], axis=1).astype(np.int64)
+    steps = np.diff(pairs, axis=0)
+    rises = (steps[:, 0] > 0) | ((steps[:, 0] == 0) & (steps[:, 1] > 0))
+    if not rises.all():
+        first = int(np.flatnonzero(~rises)[0])
+        raise ValueError(
+            f"scores must rise in (draw index, candidate): {tuple(pairs[first].tolist())} is "
+            f"followed by {tuple(pairs[first + 1].tolist())}"
+        )
+    beyond = (pairs[:, 1] < 0) | (pairs[:, 1] >= group_size)
+    if beyond.any():
+        first = tuple(pairs[np.flatnonzero(beyond)[0]].tolist())
+        raise ValueError(f"candidate {first} lies beyond the group size of {group_size}")
+
+
+def _row_verdicts(scores: Scores, end: np.ndarray, invalid: np.ndarray | None) -> np.ndarray:
+    """int8 [N]: 0 where the row is sound, else the index of why it is refused."""
+    verdict = np.zeros(len(scores.draw_index), dtype=np.int8)
+    # The last one written wins: a fault of the sample itself says more than that of its score.
+    for status, reason in (
+        (RewardStatus.ERROR, Verdict.REWARD_ERROR),
+        (RewardStatus.TIMEOUT, Verdict.REWARD_TIMEOUT),
+    ):
+        verdict[scores.status_code == STATUSES.index(status)] = VERDICTS.index(reason)
+    if invalid is not None:
+        verdict[np.asarray(invalid, dtype=bool)] = VERDICTS.index(Verdict.INVALID_TOKENS)
+    verdict[np.asarray(end) == End.ABORTED] = VERDICTS.index(Verdict.ABORTED)
+    return verdict
