@@ -8,22 +8,23 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.contracts.records import Prompt
 from megarl.contracts.samples import SamplingContract
-from megarl.contracts.states import Journal
+from megarl.contracts.states import COLLECTING, TRANSITIONS
 from megarl.contracts.tokens import Tokens
-from megarl.data.prompts import PromptCursor, PromptSet
-from megarl.experience.store import ExperienceStore
+from megarl.data.cursor import PromptCursor
+from megarl.data.prompts import PromptSet
+from megarl.desk import desk_of
+from megarl.experience.tokenizer import keep_tokenizer
 from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
 from megarl.models.roles import Actor, Reference
 from megarl.observe.console import Console
 from megarl.observe.environment import write_environment
-from megarl.observe.metrics import MetricsWriter
-from megarl.observe.timeline import Stopwatch
 from megarl.platforms import platform_of
 from megarl.platforms.offload import OptimizerOffload
 from megarl.recipe import Recipe
@@ -31,6 +32,7 @@ from megarl.reshard.families import read_spec
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement, sglang_placement
 from megarl.reshard.transfer import Resharder
+from megarl.rewards.quarantine import Quarantine
 from megarl.rewards.score import ScoringPool
 from megarl.rollout.generator import Generator
 from megarl.rollout.hybrid import HybridEngine
@@ -55,75 +57,66 @@ def sampling_of(recipe: Recipe, tokens: Tokens) -> SamplingContract:
 
 
 @contextmanager
-def assembled(recipe: Recipe, world: World, failure: Failure) -> Iterator[Run]:
-    """The run, ready for its first iteration.
+def assembled(
+    recipe: Recipe, world: World, failure: Failure, *, learns: bool = True
+) -> Iterator[Run]:
+    """The run, ready for its first iteration. One that only collects (`learns` False) has no
+    optimizer, and evaluates nothing, since its weights stay.
 
     Closed in the order that both libraries need: SGLang, megatron's parallel state; the default
     process group is the caller's. An error is told before anything is closed.
     """
-    folder, main = recipe.run_folder, world.is_main
+    transitions = TRANSITIONS if learns else COLLECTING
     with ExitStack() as stack, failure.told():
-        mode = recipe.observe.console if main else "off"
-        console = Console(mode, recipe.run.iterations, title=recipe.run.name)
-        stack.enter_context(console)
-        stopwatch = stack.enter_context(Stopwatch(folder / "timeline.json" if main else None))
-        metrics = None
-        if main:
-            metrics = stack.enter_context(MetricsWriter(folder, recipe.observe.tensorboard))
-        journal = Journal(folder / "journal.jsonl" if main else None)
-        stack.callback(journal.close)
-        failure.attach(journal, console)
-        _announce("load_data", world, console)
+        desk = stack.enter_context(desk_of(recipe, world, failure, transitions))
+        desk.announce("load_data")
         tokens, train, held_out = _load_data(recipe)
         cursor = PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration)
-        _write_facts(recipe, world, folder, train)
-        _note_refusals(train, recipe.data.train, console)
+        _write_facts(recipe, world, desk.folder, train, tokens)
+        _note_refusals(train, recipe.data.train, desk.console)
         pool = None
         if world.leads_replica:
             pool = ScoringPool(recipe.reward, tokens)
             stack.callback(pool.close)
-        _announce("build_actor", world, console)
+        desk.announce("build_actor")
         spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)
-        actor, reference = _megatron_roles(recipe, world, spec)
-        offload = _offload(recipe, world, actor)
-        _announce("start_generator", world, console)
+        actor, reference = _megatron_roles(recipe, world, spec, learns)
+        offload = offload_of(recipe, world, actor) if learns else None
+        desk.announce("start_generator")
         generator = _generator(recipe, world)
         stack.callback(generator.close)
         resharder = _resharder(recipe, world, spec, actor, generator)
-        section = recipe.experience
-        store = ExperienceStore(folder, world, section.keep, section.keep_every)
-        stack.callback(store.close)
+        hybrid = HybridEngine(
+            world,
+            desk.journal,
+            generator,
+            resharder,
+            desk.stopwatch,
+            offload,
+            desk.records.versions,
+        )
         run = Run(
-            recipe=recipe,
-            folder=folder,
-            world=world,
+            **vars(desk),
             spec=spec,
             tokens=tokens,
             cursor=cursor,
-            held_out=held_out,
+            quarantine=Quarantine(
+                recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
+            ),
+            held_out=held_out if learns else (),
             actor=actor,
             reference=reference,
-            hybrid=HybridEngine(world, journal, generator, resharder, stopwatch, offload),
+            hybrid=hybrid,
             pool=pool,
-            store=store,
             sampling=sampling_of(recipe, tokens),
-            journal=journal,
-            metrics=metrics,
-            console=console,
-            stopwatch=stopwatch,
         )
         # What lives for the whole run is taken out of the collector's sight: a collection over
         # two libraries' objects costs a third of a second.
         gc.collect()
         gc.freeze()
-        console.start(recipe.run.iterations)
+        desk.console.start(recipe.run.iterations)
         yield run
-
-
-def _announce(stage: str, world: World, console: Console) -> None:
-    world.enter(stage)
-    console.stage(stage.replace("_", " "))
 
 
 def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:
@@ -145,11 +138,26 @@ def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, tuple[Prompt, ...]]:
 
 
 def _megatron_roles(
-    recipe: Recipe, world: World, spec: ModelSpec
-) -> tuple[Actor, Reference | None]:
-    """The actor, and the reference when a KL term needs it."""
+    recipe: Recipe, world: World, spec: ModelSpec, learns: bool
+) -> tuple[Actor | Reference, Reference | None]:
+    """The actor, and the reference when a KL term needs it; one model where nothing is learnt."""
+    needs_reference = recipe.algorithm.kl.beta > 0
+    if not learns:
+        policy = Reference(*role_arguments(recipe, world, spec))
+        return policy, policy if needs_reference else None
+    actor = actor_of(recipe, world, spec)
+    return actor, Reference(*role_arguments(recipe, world, spec)) if needs_reference else None
+
+
+def actor_of(recipe: Recipe, world: World, spec: ModelSpec) -> Actor:
+    """The policy with its optimizer. Collective."""
     steps = recipe.run.iterations * recipe.algorithm.minibatches
-    shared = (
+    return Actor(*role_arguments(recipe, world, spec), steps, recipe.seed)
+
+
+def role_arguments(recipe: Recipe, world: World, spec: ModelSpec) -> tuple[Any, ...]:
+    """What every megatron role is built from."""
+    return (
         spec,
         Path(recipe.model.path),
         world,
@@ -157,11 +165,9 @@ def _megatron_roles(
         recipe.actor,
         recipe.rollout.temperature,
     )
-    actor = Actor(*shared, steps, recipe.seed)
-    return actor, Reference(*shared) if recipe.algorithm.kl.beta else None
 
 
-def _offload(recipe: Recipe, world: World, actor: Actor) -> OptimizerOffload | None:
+def offload_of(recipe: Recipe, world: World, actor: Actor) -> OptimizerOffload | None:
     """Out already, if the recipe says so: the generator then starts with that memory free."""
     if recipe.actor.offload == "none":
         return None
@@ -189,11 +195,14 @@ def _resharder(
     )
 
 
-def _write_facts(recipe: Recipe, world: World, folder: Path, train: PromptSet) -> None:
-    """environment.json and data.json: what this run ran on and with."""
+def _write_facts(
+    recipe: Recipe, world: World, folder: Path, train: PromptSet, tokens: Tokens
+) -> None:
+    """environment.json, data.json and tokenizer/: what this run ran on and with."""
     hosts = world.gather(socket.gethostname())
     if not world.is_main:
         return
+    keep_tokenizer(tokens, folder)
     write_environment(folder / "environment.json", hosts)
     facts = {
         "file": recipe.data.train,

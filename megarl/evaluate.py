@@ -1,7 +1,7 @@
 """Held-out evaluation through the generator: greedy and sampled accuracy.
 
 It touches no training state: no cursor moves, seeds are its own, and its samples are never
-trained on. A sample that could not be scored is left out of the accuracy and counted.
+trained on. A sample that was lost or could not be scored is left out of the accuracy and counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from megarl.contracts.samples import Samples, SamplingContract
 from megarl.contracts.tokens import Tokens
 from megarl.contracts.version import PolicyVersion
 from megarl.rewards.score import ScoringPool
-from megarl.rollout.collect import Grading, make_requests, rollout
+from megarl.rollout.collect import (
+    Grading,
+    check_failures,
+    count_losses,
+    make_requests,
+    rollout,
+)
 from megarl.rollout.generator import Generator
 from megarl.world import World
 
@@ -38,6 +44,7 @@ def evaluate(
     metric: str,
     sampled: bool,
     max_error_share: float,
+    max_lost_share: float,
     file: Path,
 ) -> dict[str, float]:
     """Collective. `eval/accuracy` (greedy), `eval/accuracy_sampled` (one draw at the run's
@@ -53,9 +60,10 @@ def evaluate(
     for mode, contract in modes:
         grading = Grading(pool, prompts, tokens.known_ids)
         requests = make_requests(prompts, contract, EVALUATION)
-        samples = rollout(world, generator, requests, contract, version, grading)
+        samples, losses = rollout(world, generator, requests, contract, version, grading)
+        lost = count_losses(world, losses, len(requests), max_lost_share)
         records = grading.collect()
-        grading.check_failures(world, max_error_share)
+        check_failures(world, grading.failures, max_error_share)
         # A declared penalty is a total without components: not scored, as far as accuracy goes.
         scored = [r for r in records if r.status is RewardStatus.OK and metric in r.components]
         values = [record.components[metric] for record in scored]
@@ -72,6 +80,8 @@ def evaluate(
         if counts["scored"]:
             result[f"eval/accuracy{suffix}"] = counts["sum"] / counts["scored"]
         result[f"eval/unscored{suffix}"] = counts["failed"]
+        if lost:
+            result[f"eval/lost{suffix}"] = float(sum(lost.values()))
         total = counts["scored"] + counts["failed"]
         result[f"eval/response_length{suffix}"] = counts["tokens"] / total
         lines += _lines(mode, prompts, samples, records, tokens)

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal, State
 from megarl.contracts.tokens import Tokens
 from megarl.contracts.version import PolicyVersion, WeightManifest
+from megarl.data.arrivals import Scope
+from megarl.data.cursor import PromptCursor
+from megarl.data.join import JoinCounts
 from megarl.data.prepare import Parity, ParityError
-from megarl.data.prompts import PromptCursor
 from megarl.data.table import SampleTable
 from megarl.evaluate import evaluate
 from megarl.experience.store import ExperienceStore, SealHeader
@@ -32,39 +33,49 @@ from megarl.models.step import StepResult
 from megarl.observe.console import Console
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.report import write_report
-from megarl.observe.runfolder import FINISHED_FILE
+from megarl.observe.row import why_nothing
+from megarl.observe.runfolder import write_finished
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
 from megarl.reshard.digest import Digester
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement
 from megarl.reshard.transfer import weight_manifest
+from megarl.rewards.quarantine import Quarantine, quarantine_notes
 from megarl.rewards.score import ScoringPool
 from megarl.rewards.scorer import component_name
 from megarl.rollout.generator import Generator
 from megarl.rollout.groups import IterationPlan
-from megarl.rollout.hybrid import HybridEngine
+from megarl.rollout.hybrid import HybridEngine, TrainingOnly
+from megarl.rollout.rounds import shortfall
+from megarl.run_records import BegunUpdate, RunRecords
 from megarl.world import World
 
 
 @dataclass
 class Run:
-    """The parts of a run on this rank. `version` and `manifest` are the committed actor's."""
+    """The parts of a run on this rank. `version` and `manifest` are the committed actor's.
+
+    A run that trains from sealed experience has none of what draws, generates and scores.
+    """
 
     recipe: Recipe
     folder: Path
     world: World
     spec: ModelSpec
     tokens: Tokens
-    cursor: PromptCursor
+    cursor: PromptCursor | None
+    quarantine: Quarantine | None
     held_out: tuple[Prompt, ...]
-    actor: Actor
+    actor: Actor | Reference
+    """A reference where nothing is learnt: it has no optimizer."""
     reference: Reference | None
-    hybrid: HybridEngine
+    hybrid: HybridEngine | TrainingOnly
     pool: ScoringPool | None
     store: ExperienceStore
     sampling: SamplingContract
     journal: Journal
+    records: RunRecords
     metrics: MetricsWriter | None
     console: Console
     stopwatch: Stopwatch
@@ -78,6 +89,16 @@ class Run:
         for iteration in range(self.recipe.run.iterations):
             self.stopwatch.begin(iteration, self.version.id)
             yield iteration
+
+    def scope(self, iteration: int) -> Scope:
+        """What this iteration's samples and rewards must be of to be taken."""
+        return Scope(
+            run_id=self.recipe.run.name,
+            iteration=iteration,
+            version_id=self.version.id,
+            scorer_version=None if self.pool is None else self.pool.version,
+            attempt=self.version.update_attempt,
+        )
 
     def seal_header(self, iteration: int, table: SampleTable) -> SealHeader:
         """Who made each column of this iteration's experience, and what held for all of it."""
@@ -95,12 +116,15 @@ class Run:
             samples=len(table),
         )
 
-    def keep_derived(
+    def begin_update(
         self, iteration: int, experience: Experience, derived: Derived, plan: IterationPlan
-    ) -> None:
-        """On disk, beside the facts: what was derived of them and is trained on now."""
+    ) -> BegunUpdate:
+        """UPDATING_FROM: what is trained on now is on disk beside the facts, and was never before.
+
+        Raises `AlreadyTrained` on every rank where this experience was.
+        """
         with self.stage("seal"):
-            self.store.derive(
+            derived_hash = self.store.derive(
                 iteration,
                 experience.hash,
                 derived.recipe_hash,
@@ -109,6 +133,24 @@ class Run:
                 experience.samples,
                 derived,
             )
+            self.records.use(iteration, experience.hash, derived_hash)
+        hashes = {"experience_hash": experience.hash, "derived_hash": derived_hash}
+        self.enter(State.UPDATING_FROM, iteration, **hashes)
+        return BegunUpdate(iteration, **hashes, version=self.version, totals=plan.totals)
+
+    def close_update(
+        self, begun: BegunUpdate, results: Sequence[StepResult]
+    ) -> list[dict[str, float]]:
+        """After the commit: one line of `updates.jsonl`. Collective; returns `global_sums`."""
+        sums = self.global_sums(results)
+        self.records.update(begun, self.version, results, sums)
+        return sums
+
+    def global_sums(self, results: Sequence[StepResult]) -> list[dict[str, float]]:
+        """Loss sums of every step over all ranks, each data-parallel part counted once."""
+        mine = [result.sums for result in results] if self.world.leads_owners else None
+        parts = [part for part in self.world.gather(mine) if part is not None]
+        return [merge_sums(step) for step in zip(*parts, strict=True)]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -123,19 +165,28 @@ class Run:
 
     def agree(self, state: State, iteration: int, **evidence: Any) -> None:
         """Vote on `state` and its evidence, then enter it."""
-        self.world.vote(state, {"version": self.version.id, "iteration": iteration, **evidence})
+        self._vote(state, iteration, **evidence)
         self.enter(state, iteration, **evidence)
+
+    def _vote(self, state: State, iteration: int, **evidence: Any) -> None:
+        self.world.vote(state, {"version": self.version.id, "iteration": iteration, **evidence})
 
     def commit(self, iteration: int) -> None:
         """ACTOR_COMMITTED: the actor's weights become a version, every copy of them compared."""
+        with self.stopwatch("seal"):  # what was learnt from is on the disk before it is committed
+            self.store.settle()
         with self.stage("commit"):
-            self.manifest = self.hybrid.resharder.manifest()
+            self.manifest = self.hybrid.manifest()
             self.version = self._version("actor", self.actor.optimizer_step, self.manifest)
-            self.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=self.manifest.hash)
-            self._record_version(iteration, self.version)
+            evidence = {"weight_manifest_hash": self.manifest.hash}
+            self._vote(State.ACTOR_COMMITTED, iteration, **evidence)
+            # Who finds the state in the journal finds the weights of its version.
+            self.records.versions.committed(iteration, self.version, self.manifest)
+            self.enter(State.ACTOR_COMMITTED, iteration, **evidence)
         if self.reference is not None and self.reference_version is None:
-            self.reference_version = self._version("reference", 0, self._reference_manifest())
-            self._record_version(iteration, self.reference_version)
+            manifest = self._reference_manifest()
+            self.reference_version = self._version("reference", 0, manifest)
+            self.records.versions.committed(iteration, self.reference_version, manifest)
 
     def _version(self, role: str, step: int, manifest: WeightManifest) -> PolicyVersion:
         return PolicyVersion(
@@ -155,11 +206,18 @@ class Run:
         digester = Digester(placement, self.world.rank, parameters, dtype)
         return weight_manifest(placement, digester, dtype, self.world)
 
-    def _record_version(self, iteration: int, version: PolicyVersion) -> None:
-        if self.world.is_main:
-            line = {"id": version.id, "iteration": iteration} | asdict(version)
-            with open(self.folder / "versions.jsonl", "a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+    def judge_prompts(
+        self,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        table: SampleTable,
+        plan: IterationPlan,
+    ) -> None:
+        """Which prompts are drawn no more, and a word where this iteration has too few."""
+        told = quarantine_notes(self.quarantine.note(iteration, table, prompts))
+        for line in (*told, shortfall(iteration, self.recipe, plan)):
+            if line is not None:
+                self.console.note(line)
 
     def check_parity(self, parity: Parity) -> None:
         """Stop, or say so, when trainer and generator disagree beyond the recipe's bounds."""
@@ -171,18 +229,18 @@ class Run:
             raise ParityError(broken)
         self.console.note(broken)
 
-    def close_ledger(self, iteration: int, plan: IterationPlan) -> None:
-        """One line of `ledger.jsonl`: sampled = trained + dropped + refused."""
-        if self.world.is_main:
-            line = {"iteration": iteration, "version": self.version.id} | plan.account
-            with open(self.folder / "ledger.jsonl", "a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
-
-    def global_sums(self, results: Sequence[StepResult]) -> list[dict[str, float]]:
-        """Loss sums of every step over all ranks, each data-parallel part counted once."""
-        mine = [result.sums for result in results] if self.world.leads_owners else None
-        parts = [part for part in self.world.gather(mine) if part is not None]
-        return [merge_sums(step) for step in zip(*parts, strict=True)]
+    def close_ledger(
+        self,
+        iteration: int,
+        experience_hash: str,
+        plan: IterationPlan,
+        joined: JoinCounts = JoinCounts(),  # noqa: B008 - frozen; sealed results arrive once
+    ) -> None:
+        """One line of `ledger.jsonl`: sampled = trained + dropped + refused, how the samples came
+        about, and what came again or late and changed nothing."""
+        head = {"iteration": iteration, "version": self.version.id}
+        head["experience_hash"] = experience_hash
+        self.records.ledger(head | plan.account | {"joined": joined.account})
 
     def evaluate_if_due(self, iteration: int, generator: Generator) -> None:
         """Held-out accuracy of the weights before this iteration's updates, every N iterations."""
@@ -203,6 +261,7 @@ class Run:
                 metric=component_name(self.recipe.reward.scorers[0].name),
                 sampled=self.recipe.eval.sampled,
                 max_error_share=self.recipe.reward.max_error_share,
+                max_lost_share=self.recipe.rollout.max_lost_share,
                 file=self.folder / "eval" / f"step_{self.version.optimizer_step}.jsonl",
             )
         return result | {"eval/optimizer_step": float(self.version.optimizer_step)}
@@ -213,16 +272,23 @@ class Run:
             final = self._finish_training(iteration)
             row |= {f"eval/final/{key.removeprefix('eval/')}": v for key, v in final.items()}
             self._evaluation = self._evaluation or final
-        times = self.stopwatch.take()
-        generated = row["response/tokens"]
-        if times.get("time/generate"):
-            times["time/tokens_per_second"] = generated / times["time/generate"]
-        row = {"iteration": iteration} | row | self._evaluation | times
-        if self.metrics is not None:
-            self.metrics.write(row)
-        self.console.iteration(row)
+        self.report(iteration, row)
         if not row["update/steps"]:
-            self.console.note(f"iteration {iteration} taught nothing: {_why_nothing(row)}")
+            self.console.note(f"iteration {iteration} taught nothing: {why_nothing(row)}")
+
+    def report(self, iteration: int, row: Mapping[str, Any]) -> None:
+        """The iteration's row, with its times, to metrics and console."""
+        times = self.stopwatch.take()
+        if times.get("time/generate"):
+            times["time/tokens_per_second"] = row["response/tokens"] / times["time/generate"]
+        drawn: dict[str, float] = {}
+        if self.cursor is not None:
+            drawn["rollout/epoch"] = self.cursor.epoch
+            drawn["rollout/quarantined"] = float(len(self.quarantine.prompt_ids))
+        line = {"iteration": iteration} | dict(row) | drawn | self._evaluation | times
+        if self.metrics is not None:
+            self.metrics.write(line)
+        self.console.iteration(line)
 
     def _finish_training(self, iteration: int) -> dict[str, float]:
         result: dict[str, float] = {}
@@ -230,6 +296,11 @@ class Run:
             with self.hybrid.generating(iteration, self.version, self.manifest) as generator:
                 result = self._evaluate(generator)
             self.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=self.manifest.hash)
+        self.export()
+        return result
+
+    def export(self) -> None:
+        """The actor's weights as a Hugging Face folder, `hf/`. Collective."""
         with self.stage("export"):
             export_folder(
                 self.folder / "hf",
@@ -240,33 +311,19 @@ class Run:
                 self.world,
                 getattr(torch, self.recipe.model.dtype),
             )
-        return result
 
     def mark_finished(self) -> None:
         """The last write of a run."""
         if not self.world.is_main:
             return
-        whole = self.folder / (FINISHED_FILE + ".tmp")
         facts = {
             "iterations": self.recipe.run.iterations,
             "version": self.version.id,
             "weight_manifest_hash": self.manifest.hash,
             "seconds": round(time.time() - self.started, 1),
         }
-        whole.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        whole.replace(self.folder / FINISHED_FILE)
+        write_finished(self.folder, facts)
         write_report(self.folder)
         self.console.note(
             f"finished: {self.folder}; python -m megarl.observe.summary {self.folder} sums it up"
         )
-
-
-def _why_nothing(row: dict[str, float]) -> str:
-    """Where the samples of an iteration without an optimizer step went."""
-    where = {
-        key.removeprefix("groups/samples_"): int(value)
-        for key, value in row.items()
-        if key.startswith("groups/samples_") and value
-    }
-    told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in where.items())
-    return f"of {int(row['groups/samples'])} samples {told}"

@@ -22,24 +22,27 @@ if __name__ == "__main__":
 
     sys.exit(main())
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megarl.algorithms.credit import credit
 from megarl.algorithms.objectives import grpo_loss
-from megarl.contracts.records import Derived, Experience, Prompt, RewardRecord
-from megarl.contracts.samples import Samples
+from megarl.contracts.records import Derived, Experience
 from megarl.contracts.states import State
-from megarl.data.exchange import exchange, gather_table
+from megarl.data.arrivals import Arrival
+from megarl.data.exchange import exchange, gather_arrivals
+from megarl.data.guards import Guard
+from megarl.data.join import JoinCounts
 from megarl.data.minibatch import micro_batches
 from megarl.data.prepare import Parity, Prepared, measure_parity, prepare
 from megarl.data.seal import seal
 from megarl.data.table import SampleTable
 from megarl.models.step import StepResult
 from megarl.observe.row import iteration_row
+from megarl.recipe import Recipe
 from megarl.rollout.collect import Grading, make_requests, rollout
 from megarl.rollout.groups import IterationPlan, plan_iteration
+from megarl.rollout.rounds import Rounds, Sampled
 from megarl.run import Run
 
 
@@ -52,15 +55,17 @@ class Sealed:
     prepared: Prepared
     parity: Parity
     experience: Experience
+    joined: JoinCounts = JoinCounts()
+    """Results that came again or late and changed nothing, over all ranks."""
 
 
 def train(run: Run) -> None:
     """Sample, score, seal, credit, learn, commit; once per iteration (arXiv:2402.03300)."""
     run.commit(iteration=0)
     for iteration in run.iterations():
-        prompts = run.cursor.draw(iteration)
-        generated, records = sample(run, iteration, prompts)
-        sealed = seal_experience(run, iteration, prompts, generated, records)
+        sampled = sample(run, iteration)
+        sealed = seal_experience(run, iteration, sampled, run.recipe)
+        run.close_ledger(iteration, sealed.experience.hash, sealed.plan, sealed.joined)
         # Group-relative advantages, from the sealed facts alone.
         derived, advantages = credit(
             sealed.experience,
@@ -69,82 +74,104 @@ def train(run: Run) -> None:
             sealed.plan.trained,
             run.recipe.algorithm,
         )
-        run.keep_derived(iteration, sealed.experience, derived, sealed.plan)
-        results = learn(run, iteration, sealed, derived)
+        with run.stopwatch("guard"):
+            guard = Guard.of(run, iteration, sampled.prompts, run.recipe)
+            guard.check_derived(sealed, derived)
+        # UPDATING_FROM: an experience trains exactly once, also across restarts.
+        begun = run.begin_update(iteration, sealed.experience, derived, sealed.plan)
+        results = learn(run, sealed, derived)
         # The new weights become version v+1 once every copy of them was compared.
         run.commit(iteration)
-        sums = run.global_sums(results)
+        sums = run.close_update(begun, results)
         row = iteration_row(sealed.table, sealed.plan, sealed.parity, advantages, results, sums)
         run.finish(iteration, row)
 
 
-def sample(
-    run: Run, iteration: int, prompts: Sequence[Prompt]
-) -> tuple[Samples, list[RewardRecord]]:
+def sample(run: Run, iteration: int) -> Sampled:
     """EXPORTING … GENERATING: hand the committed weights to the generator, prove it, sample.
 
     Every prompt gets `group_size` candidates, each with a seed of its own. Grading streams beside
-    generation. Returns this replica's samples, and their rewards on the rank that leads it.
+    generation. Rounds go on, all by this version, until enough groups would train (DAPO,
+    arXiv:2503.14476); by default there is one.
     """
-    requests = make_requests(prompts, run.sampling, iteration)
-    grading = Grading(run.pool, prompts, run.tokens.known_ids)
+    rounds = Rounds(run.world, run.recipe, run.cursor, run.quarantine.prompt_ids)
+    prompts = rounds.draw()
     with run.hybrid.generating(iteration, run.version, run.manifest) as generator:
         run.evaluate_if_due(iteration, generator)
-        run.enter(State.GENERATING, iteration, samples=len(requests))
-        with run.stage("generate"):
-            generated = rollout(run.world, generator, requests, run.sampling, run.version, grading)
-            with run.stopwatch("wait"):  # the stage lasts until the slowest replica is done
-                run.world.gather(None)
-    run.enter(State.PREPARING, iteration, samples=len(requests))
+        run.enter(State.GENERATING, iteration, samples=len(prompts) * run.sampling.n)
+        while prompts:
+            requests = make_requests(prompts, run.sampling, iteration, rounds.first_draw)
+            grading = Grading(run.pool, prompts, run.tokens.known_ids, rounds.first_draw)
+            with run.stage("generate"):
+                samples, losses = rollout(
+                    run.world, generator, requests, run.sampling, run.version, grading
+                )
+                with run.stopwatch("wait"):  # the stage lasts until the slowest replica is done
+                    run.world.gather(None)
+            rounds.add(prompts, samples, losses, grading)
+            if rounds.may_go_on:  # how many more prompts are needed follows from these rewards
+                with run.stage("grade"):
+                    rounds.grade()
+            prompts = rounds.draw()
+    run.enter(State.PREPARING, iteration, samples=rounds.asked)
     with run.stage("grade"):
-        records = grading.collect()
-        grading.check_failures(run.world, run.recipe.reward.max_error_share)
-    return generated, records
+        return rounds.finish()
 
 
-def seal_experience(
-    run: Run,
-    iteration: int,
-    prompts: Sequence[Prompt],
-    generated: Samples,
-    records: Sequence[RewardRecord],
-) -> Sealed:
-    """PREPARING → EXPERIENCE_SEALED: complete groups, decide once and globally what trains and in
-    which packs, bring tokens to their owners, freeze the log-probs on those very packs, seal.
+def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) -> Sealed:
+    """PREPARING → EXPERIENCE_SEALED: complete groups, decide once and globally, by `recipe`, what
+    trains and in which packs, bring tokens to their owners, freeze the log-probs on those very
+    packs, seal.
     """
-    world, recipe = run.world, run.recipe
+    world = run.world
     with run.hybrid.scoring():
         with run.stage("exchange"):
-            table = gather_table(world, generated, records)
+            scope = run.scope(iteration)
+            arrival = Arrival(scope, sampled.samples, sampled.records)
+            gathered = gather_arrivals(world, scope, [arrival])
+            table = gathered.table
             plan = plan_iteration(
-                table, recipe, world.mesh.dp, prompts=len(prompts), invalid=table.invalid
+                table,
+                recipe,
+                world.mesh.dp,
+                invalid=table.invalid,
+                drawn=sampled.drawn,
+                even_length=run.spec.even_length,
             )
-            run.store.rollout(iteration, generated, records, table.scores.scorer_version, prompts)
-            samples, scores = exchange(world, generated, table, plan.update.owner)
+            run.store.rollout(
+                iteration,
+                gathered.samples,
+                gathered.records,
+                table.scores.scorer_version,
+                sampled.prompts,
+            )
+            run.judge_prompts(iteration, sampled.prompts, table, plan)
+            owned = exchange(world, gathered.samples, table, plan.update.owner)
         with run.stage("log_probs"):
             packs = plan.update.local_packs(world.dp_index)
             one_length = world.mesh.pp > 1
             prepared = prepare(
-                samples, packs, run.actor, run.reference, world.device, one_length=one_length
+                owned.samples, packs, run.actor, run.reference, world.device, one_length=one_length
             )
+            header = run.seal_header(iteration, table)
+            with run.stopwatch("guard"):
+                guard = Guard.of(run, iteration, sampled.prompts, recipe)
+                guard.check_facts(header.producers, prepared, owned.scores, table, plan)
             parity = measure_parity(world, prepared)
             run.check_parity(parity)
     with run.stage("seal"):
-        header = run.seal_header(iteration, table)
-        experience = seal(world, run.store, header, scores, prepared)
+        experience = seal(world, run.store, header, owned.scores, prepared)
         facts = {"experience_hash": experience.hash, "samples": len(table)}
         run.agree(State.EXPERIENCE_SEALED, iteration, **facts)
-        run.close_ledger(iteration, plan)
-    return Sealed(table, plan, prepared, parity, experience)
+    return Sealed(table, plan, prepared, parity, experience, owned.joined)
 
 
-def learn(run: Run, iteration: int, sealed: Sealed, derived: Derived) -> list[StepResult]:
-    """UPDATING_FROM: one optimizer step per minibatch, its denominators counted over all ranks."""
+def learn(run: Run, sealed: Sealed, derived: Derived) -> list[StepResult]:
+    """One optimizer step per minibatch, its denominators counted over all ranks."""
     algorithm = run.recipe.algorithm
     loss = partial(grpo_loss, settings=algorithm)
     results = []
     with run.hybrid.training(), run.stage("update"):
-        run.enter(State.UPDATING_FROM, iteration, experience_hash=sealed.experience.hash)
         for packs, totals in zip(sealed.prepared.packs, sealed.plan.totals, strict=True):
             batches = micro_batches(
                 sealed.experience,

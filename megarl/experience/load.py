@@ -6,44 +6,38 @@ What is read here may be trained on, scored again or explained, so nothing is ta
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.contracts.hashes import file_hash
 from megarl.contracts.records import Identities, RewardRecord, Scores
-from megarl.contracts.samples import Samples, SamplingContract
+from megarl.contracts.samples import Samples
 from megarl.data.table import name_pairs, pair_keys
 from megarl.experience import parts
 from megarl.experience.columns import Part, SealError, read_columns, read_lines
-from megarl.experience.store import (
+from megarl.experience.manifest import (
     DERIVED_FILE,
-    FOLDER,
-    FORMAT,
     MANIFEST_FILE,
-    SealHeader,
-    experience_hash_of,
+    Manifest,
     iteration_folder,
+    read_json,
+    read_manifest,
+    sealed_iterations,
 )
 
-
-@dataclass(frozen=True)
-class Manifest:
-    """`manifest.json` of a sealed iteration."""
-
-    header: SealHeader
-    experience_hash: str
-    previous: str | None
-    """Hash of the manifest before it in the run, None for the first."""
-    sealed_at: float
-    parts: tuple[Part, ...]
-    hash: str
-    """blake3 of this manifest's own file: what the next one calls `previous`."""
+__all__ = [
+    "Manifest",
+    "SealError",
+    "SealedDerived",
+    "SealedIteration",
+    "load_iteration",
+    "read_manifest",
+    "sealed_iterations",
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,8 @@ class SealedIteration:
     scores: Scores
     records: tuple[RewardRecord, ...]
     """The raw reward records, one a row."""
-    old_log_probs: np.ndarray  # float32 [R], NaN on rows that did not train
+    owner: np.ndarray  # int32 [N], the data-parallel part that scored the row, −1 for none
+    old_log_probs: np.ndarray  # float32 [R], NaN on rows without an owner
     ref_log_probs: np.ndarray | None  # float32 [R], likewise
     derived: SealedDerived | None
     """None where the run ended between sealing and deriving."""
@@ -85,157 +80,190 @@ class SealedIteration:
         )
 
 
-def sealed_iterations(run_folder: Path) -> Iterator[int]:
-    """Numbers of the iterations that were sealed, rising."""
-    for path in sorted((run_folder / FOLDER).glob(f"iter_*/{MANIFEST_FILE}")):
-        yield int(path.parent.name.removeprefix("iter_"))
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises `SealError`: no manifest, another format, or words that are not those sealed."""
-    path = folder / MANIFEST_FILE
-    told = _read_json(path)
-    try:
-        header = {item.name: told[item.name] for item in fields(SealHeader)}
-        sampling = header["sampling"] | {
-            "stop_token_ids": tuple(told["sampling"]["stop_token_ids"])
-        }
-        manifest = Manifest(
-            header=SealHeader(**header | {"sampling": SamplingContract(**sampling)}),
-            experience_hash=told["experience_hash"],
-            previous=told["previous"],
-            sealed_at=told["sealed_at"],
-            parts=tuple(Part(**part) for part in told["parts"]),
-            hash=file_hash(path),
-        )
-        listed = {part.file: part.content for part in manifest.parts}
-        if told["contents"] != listed or experience_hash_of(told) != manifest.experience_hash:
-            raise SealError(f"{path}: its experience_hash is not that of what it lists")
-        if manifest.header.sampling.hash != told["sampling_hash"]:
-            raise SealError(f"{path}: its sampling_hash is not that of its sampling contract")
-    except (KeyError, TypeError) as error:
-        raise SealError(f"{path}: not a manifest of sealed experience: {error!r}") from error
-    return manifest
-
-
 def load_iteration(run_folder: Path, iteration: int) -> SealedIteration:
     """Everything that iteration sealed, and what was derived of it then.
 
     Raises `SealError` naming file and field: a part that is missing, torn, changed or another's;
-    rows doubled, or owned by nobody; columns that are no samples or no rewards.
+    rows doubled, or trained and owned by nobody; columns that are no samples or no rewards.
     """
     folder = iteration_folder(run_folder, iteration)
     manifest = read_manifest(folder)
-    if manifest.header.iteration != iteration:
-        raise SealError(f"{folder}: holds iteration {manifest.header.iteration}")
-    rollouts = [read_columns(folder, part) for part in _kind(manifest.parts, "rollout")]
-    prompts = [read_lines(folder, part) for part in _kind(manifest.parts, "prompts")]
-    if len(prompts) != 1:
-        raise SealError(f"{folder}: {len(prompts)} lists of prompts, one is sealed")
-    for _, metadata in rollouts:
-        _check_metadata(folder, manifest.header, metadata)
-    try:
-        samples, scores, records = _joined(rollouts)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise SealError(f"{folder}: rollout parts do not join: {error}") from error
-    if len(samples) != manifest.header.samples:
-        raise SealError(f"{folder}: {len(samples)} samples, {manifest.header.samples} were sealed")
-    scored = [read_columns(folder, part)[0] for part in _kind(manifest.parts, "scored")]
-    old = _spread(folder, samples, scored, "old_log_probs")
-    with_ref = bool(scored) and all("ref_log_probs" in columns for columns in scored)
+    header = manifest.header
+    if header.iteration != iteration:
+        raise SealError(f"{folder / MANIFEST_FILE}: iteration is {header.iteration}")
+    prompts = _read_prompts(folder, manifest.parts)
+    told = {"version_id": header.producers.get("rollout"), "scorer_version": header.scorer_version}
+    rollouts = _read_kind(folder, manifest.parts, "rollout", told)
+    samples, scores, records = _joined(folder, rollouts)
+    if len(samples) != header.samples:
+        raise SealError(f"{folder}: {len(samples)} samples, {header.samples} were sealed")
+    if (samples.draw_index >= len(prompts)).any():
+        raise SealError(f"{folder}: samples of draw_index beyond the {len(prompts)} prompts")
+    scored = _read_kind(folder, manifest.parts, "scored", {"producers": header.producers})
+    owner = _owners(samples, scored)
+    old = _spread(samples, scored, "old_log_probs")
+    if ("ref" in header.producers) != any("ref_log_probs" in part.columns for part in scored):
+        raise SealError(f"{folder}: ref_log_probs and their producer are not both there")
+    ref = _spread(samples, scored, "ref_log_probs") if "ref" in header.producers else None
     return SealedIteration(
         folder=folder,
         manifest=manifest,
-        prompts=tuple(prompts[0]),
+        prompts=prompts,
         samples=samples,
         scores=scores,
-        records=tuple(records),
+        records=records,
+        owner=owner,
         old_log_probs=old,
-        ref_log_probs=_spread(folder, samples, scored, "ref_log_probs") if with_ref else None,
-        derived=_load_derived(folder, manifest, samples),
+        ref_log_probs=ref,
+        derived=_load_derived(folder, manifest, samples, owner),
     )
 
 
+@dataclass(frozen=True)
+class _Read:
+    """One part of columns that `check_columns` let pass."""
+
+    path: Path
+    index: int
+    columns: dict[str, np.ndarray]
+    metadata: dict[str, Any]
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        return pair_keys(self.columns["draw_index"], self.columns["candidate"])
+
+
+def _read_kind(
+    folder: Path, listed: Sequence[Part], kind: str, expected: dict[str, Any]
+) -> list[_Read]:
+    """All parts of a kind, by index; their metadata must say what is `expected`."""
+    found = []
+    for part in sorted((p for p in listed if p.kind == kind), key=lambda part: part.index):
+        columns, metadata = read_columns(folder, part)
+        path = folder / part.file
+        for field, value in expected.items():
+            if metadata.get(field) != value:
+                raise SealError(
+                    f"{path}: {field} {metadata.get(field)}, the iteration's is {value}"
+                )
+        try:
+            parts.check_columns(kind, columns)
+        except ValueError as error:
+            raise SealError(f"{path}: {error}") from error
+        found.append(_Read(path, part.index, columns, metadata))
+    if [read.index for read in found] != list(range(len(found))) or not found:
+        raise SealError(
+            f"{folder}: the {kind} parts listed are {[read.index for read in found]}, not 0 …"
+        )
+    return found
+
+
+def _read_prompts(folder: Path, listed: Sequence[Part]) -> tuple[dict[str, Any], ...]:
+    found = [part for part in listed if part.kind == "prompts"]
+    if len(found) != 1:
+        raise SealError(f"{folder}: {len(found)} lists of prompts, one is sealed")
+    lines = read_lines(folder, found[0])
+    path = folder / found[0].file
+    for number, line in enumerate(lines):
+        if not isinstance(line, dict) or parts.PROMPT_FIELDS - line.keys():
+            raise SealError(f"{path}: line {number + 1} is no prompt")
+    names = [line["prompt_id"] for line in lines]
+    if len(set(names)) != len(names):
+        raise SealError(f"{path}: a prompt_id is drawn twice")
+    return tuple(lines)
+
+
 def _joined(
-    rollouts: list[tuple[dict[str, np.ndarray], dict[str, Any]]],
-) -> tuple[Samples, Scores, list[RewardRecord]]:
-    samples = Samples.concat([parts.samples_of(c, m["version_id"]) for c, m in rollouts])
-    scores = Scores.concat([parts.scores_of(c, m) for c, m in rollouts])
-    records = [record for c, m in rollouts for record in parts.records_of(c, m)]
-    order = np.lexsort((samples.candidate, samples.draw_index))
-    return samples.select(order), scores.select(order), [records[row] for row in order.tolist()]
+    folder: Path, rollouts: Sequence[_Read]
+) -> tuple[Samples, Scores, tuple[RewardRecord, ...]]:
+    """All replicas' rows in canonical order."""
+    every = {}
+    for read in rollouts:
+        doubled = np.array([key for key in read.keys.tolist() if key in every], dtype=np.int64)
+        if len(doubled):
+            other = every[int(doubled[0])]
+            raise SealError(f"{read.path}: samples {name_pairs(doubled)} are in {other} too")
+        every |= dict.fromkeys(read.keys.tolist(), read.path.name)
+    order = np.argsort(np.concatenate([read.keys for read in rollouts]))
+    samples, scores, records = [], [], []
+    for read in rollouts:
+        try:
+            samples.append(parts.samples_of(read.columns, read.metadata["version_id"]))
+            scores.append(parts.scores_of(read.columns, read.metadata))
+            records += parts.records_of(read.columns, read.metadata)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise SealError(f"{read.path}: no samples with rewards: {error}") from error
+    return (
+        Samples.concat(samples).select(order),
+        Scores.concat(scores).select(order),
+        tuple(records[row] for row in order.tolist()),
+    )
 
 
-def _check_metadata(folder: Path, header: SealHeader, metadata: Mapping[str, Any]) -> None:
-    for field, told in (
-        ("version_id", header.producers.get("rollout")),
-        ("scorer_version", header.scorer_version),
-    ):
-        if metadata[field] != told:
-            where = f"{folder}/rollout_{metadata['index']}.safetensors"
-            raise SealError(f"{where}: {field} {metadata[field]}, the manifest says {told}")
+def _owners(samples: Samples, owned: Sequence[_Read]) -> np.ndarray:
+    """int32 [N], which part has each row, −1 for none."""
+    owner = np.full(len(samples), -1, dtype=np.int32)
+    keys = pair_keys(samples.draw_index, samples.candidate)
+    for read in owned:
+        unknown = np.setdiff1d(read.keys, keys)
+        if len(unknown):
+            raise SealError(f"{read.path}: samples {name_pairs(unknown)} that nobody generated")
+        rows = np.searchsorted(keys, read.keys)
+        doubled = read.keys[owner[rows] >= 0]
+        if len(doubled):
+            raise SealError(f"{read.path}: samples {name_pairs(doubled)} have another owner too")
+        lengths = np.diff(read.columns["response_offsets"])
+        other = read.keys[lengths != samples.response_lengths[rows]]
+        if len(other):
+            raise SealError(
+                f"{read.path}: response_offsets of samples {name_pairs(other)} are not those of "
+                "their responses"
+            )
+        owner[rows] = read.index
+    return owner
 
 
-def _spread(
-    folder: Path, samples: Samples, owned: list[dict[str, np.ndarray]], name: str
-) -> np.ndarray:
-    """One float32 [R] column over all rows from the owners' parts, NaN where nobody owns a row."""
+def _spread(samples: Samples, owned: Sequence[_Read], name: str) -> np.ndarray:
+    """One float32 [R] column over all rows from the owners' parts, NaN where nobody owns a row.
+    The parts have passed `_owners`."""
     whole = np.full(len(samples.response_ids), np.nan, dtype=np.float32)
     keys = pair_keys(samples.draw_index, samples.candidate)
-    taken = np.zeros(len(samples), dtype=bool)
-    for columns in owned:
-        mine = pair_keys(columns["draw_index"], columns["candidate"])
-        rows = np.minimum(np.searchsorted(keys, mine), len(keys) - 1)
-        wrong = (keys[rows] != mine) | taken[rows]
-        lengths = np.diff(columns["response_offsets"])
-        if wrong.any() or len(np.unique(mine)) < len(mine):
-            raise SealError(f"{folder}: {name} of samples unknown or twice: {name_pairs(mine)}")
-        if not np.array_equal(lengths, samples.response_lengths[rows]):
-            raise SealError(f"{folder}: {name} of other lengths than the responses")
-        taken[rows] = True
-        starts = np.repeat(
-            samples.response_offsets[rows] - columns["response_offsets"][:-1], lengths
-        )
-        whole[starts + np.arange(len(starts))] = columns[name]
+    for read in owned:
+        if name not in read.columns:
+            raise SealError(f"{read.path}: {name} is missing, other owners have it")
+        offsets = read.columns["response_offsets"]
+        shifts = samples.response_offsets[np.searchsorted(keys, read.keys)] - offsets[:-1]
+        whole[np.repeat(shifts, np.diff(offsets)) + np.arange(offsets[-1])] = read.columns[name]
     return whole
 
 
-def _load_derived(folder: Path, manifest: Manifest, samples: Samples) -> SealedDerived | None:
-    if not (folder / DERIVED_FILE).exists():
+def _load_derived(
+    folder: Path, manifest: Manifest, samples: Samples, owner: np.ndarray
+) -> SealedDerived | None:
+    path = folder / DERIVED_FILE
+    if not path.exists():
         return None
-    told = _read_json(folder / DERIVED_FILE)
+    told, _ = read_json(path)
     try:
         listed = [Part(**part) for part in told["parts"]]
-        if told["experience_hash"] != manifest.experience_hash:
-            raise SealError(f"{folder / DERIVED_FILE}: derived of {told['experience_hash']}")
-        chosen = [read_columns(folder, part)[0] for part in _kind(listed, "selection")]
-        owned = [read_columns(folder, part)[0] for part in _kind(listed, "derived")]
-        names = sorted({name for columns in owned for name in columns} - _ROWS)
-        verdict = chosen[0]["verdict"]
-        pairs = (chosen[0]["draw_index"], chosen[0]["candidate"])
-        recipe_hash, minibatch = told["recipe_hash"], chosen[0]["minibatch"]
-    except (KeyError, TypeError, IndexError) as error:
-        raise SealError(f"{folder / DERIVED_FILE}: not derived experience: {error!r}") from error
-    if not np.array_equal(pair_keys(*pairs), pair_keys(samples.draw_index, samples.candidate)):
-        raise SealError(f"{folder}: the selection is of other samples")
-    columns = {name: _spread(folder, samples, owned, name) for name in names}
-    return SealedDerived(recipe_hash, verdict, minibatch, columns)
-
-
-_ROWS = {"draw_index", "candidate", "response_offsets"}
-
-
-def _kind(listed: tuple[Part, ...] | list[Part], kind: str) -> list[Part]:
-    return [part for part in listed if part.kind == kind]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SealError(f"{path}: {error.strerror}: the iteration was never sealed") from error
-    except ValueError as error:
-        raise SealError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise SealError(f"{path}: not format {FORMAT} of sealed experience")
-    return value
+        made_of = {name: told[name] for name in ("experience_hash", "recipe_hash")}
+    except (KeyError, TypeError) as error:
+        raise SealError(f"{path}: not derived experience: {error!r}") from error
+    if made_of["experience_hash"] != manifest.experience_hash:
+        raise SealError(f"{path}: experience_hash {made_of['experience_hash']} is another's")
+    chosen = _read_kind(folder, listed, "selection", made_of)[0]
+    owned = _read_kind(folder, listed, "derived", made_of)
+    if not np.array_equal(chosen.keys, pair_keys(samples.draw_index, samples.candidate)):
+        raise SealError(f"{chosen.path}: draw_index, candidate are of other samples")
+    if not np.array_equal(_owners(samples, owned), owner):
+        raise SealError(f"{folder}: derived parts have other rows than the scored ones")
+    unowned = chosen.keys[(chosen.columns["minibatch"] >= 0) & (owner < 0)]
+    if len(unowned):
+        raise SealError(f"{chosen.path}: samples {name_pairs(unowned)} trained and have no owner")
+    names = [n for n in parts.DERIVED_COLUMNS if any(n in read.columns for read in owned)]
+    return SealedDerived(
+        recipe_hash=made_of["recipe_hash"],
+        verdict=chosen.columns["verdict"],
+        minibatch=chosen.columns["minibatch"],
+        columns={name: _spread(samples, owned, name) for name in names},
+    )

@@ -5,14 +5,16 @@ Every number is the same on every rank and in every layout of the ranks; wall ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megarl.contracts.records import Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
 from megarl.data.table import SampleTable
 from megarl.models.step import StepResult
+from megarl.rollout.account import drop_rates
 from megarl.rollout.groups import IterationPlan
 
 
@@ -25,10 +27,7 @@ def iteration_row(
     sums: Sequence[dict[str, float]],
 ) -> dict[str, float]:
     """`results` are the optimizer steps, `sums` their loss sums over all ranks."""
-    row = _rewards(table) | _responses(table) | _groups(plan)
-    row["parity/tokens"] = float(parity.tokens)
-    if parity.tokens:
-        row |= {"parity/logprob_gap_max": parity.max, "parity/logprob_gap_mean": parity.mean}
+    row = rollout_row(table, plan, parity)
     used = advantages[plan.trained]
     if len(used):
         row |= {"advantage/mean": float(used.mean()), "advantage/std": float(used.std())}
@@ -36,8 +35,17 @@ def iteration_row(
     return row | _updates(list(zip(results, sums, strict=True)))
 
 
-def _rewards(table: SampleTable) -> dict[str, float]:
-    scores = table.scores
+def rollout_row(table: SampleTable, plan: IterationPlan, parity: Parity) -> dict[str, float]:
+    """The part of the row that is known before anything is learnt."""
+    row = reward_row(table.scores) | _responses(table) | _groups(plan)
+    row["parity/tokens"] = float(parity.tokens)
+    if parity.tokens:
+        row |= {"parity/logprob_gap_max": parity.max, "parity/logprob_gap_mean": parity.mean}
+    return row
+
+
+def reward_row(scores: Scores) -> dict[str, float]:
+    """What was scored, over all samples that could be."""
     ok = scores.ok
     row = {"reward/unscored": float((~ok).sum())}
     if ok.any():
@@ -67,7 +75,17 @@ def _responses(table: SampleTable) -> dict[str, float]:
 
 
 def _groups(plan: IterationPlan) -> dict[str, float]:
-    return {f"groups/{name}": float(count) for name, count in plan.selection.counts.items()}
+    counts, account = plan.selection.counts, plan.account
+    row = {f"groups/{name}": float(count) for name, count in counts.items()}
+    row["rollout/rounds"] = float(account["rounds"])
+    row["rollout/prompts"] = float(account["prompts"])
+    row["rollout/informative_share"] = counts["groups_informative"] / counts["groups"]
+    for reason, count in account["lost_reasons"].items():
+        row[f"lost/{reason}"] = float(count)
+    for label in ("source", "length"):
+        rates = drop_rates(account[f"by_{label}"])
+        row |= {f"drop_rate/{label}/{name}": rate for name, rate in rates.items()}
+    return row
 
 
 def _updates(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
@@ -99,3 +117,14 @@ def _updates(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, 
     row["update/grad_norm"] = float(np.mean([result.grad_norm for result, _ in stepped]))
     row["update/lr"] = stepped[-1][0].lr
     return row
+
+
+def why_nothing(row: Mapping[str, float]) -> str:
+    """Where the samples of an iteration without an optimizer step went."""
+    where = {
+        key.removeprefix("groups/samples_"): int(value)
+        for key, value in row.items()
+        if key.startswith("groups/samples_") and value
+    }
+    told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in where.items())
+    return f"of {int(row['groups/samples'])} samples {told}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from megarl.contracts.states import JOURNAL_FILE
 from megarl.observe import metrics
 from megarl.observe.environment import ENVIRONMENT_FILE
 
 FINISHED_FILE = "finished.json"
 """Written last: a run folder with it is whole."""
 RECIPE_FILE = "recipe.yaml"
-JOURNAL_FILE = "journal.jsonl"
 
 
 class NotARun(ValueError):
@@ -113,6 +113,13 @@ def read_run(folder: Path) -> RunFiles:
         recipe=_read(folder / RECIPE_FILE),
         environment=_read(folder / ENVIRONMENT_FILE),
     )
+
+
+def write_finished(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write `finished.json`; it appears only when whole."""
+    whole = folder / (FINISHED_FILE + ".tmp")
+    whole.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    whole.replace(folder / FINISHED_FILE)
 
 
 def accuracy_before_after(

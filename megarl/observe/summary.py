@@ -18,6 +18,7 @@ FILES = (
     ("report.html", "plots, for a browser"),
     ("timeline.json", "where the time went: open it at https://ui.perfetto.dev"),
     ("eval", "what the model answered to the held-out prompts"),
+    ("experience", "every sample it learnt from, sealed: tools/audit.py"),
     ("hf", "the trained model: a Hugging Face folder that transformers loads"),
     ("recipe.yaml", "every setting of this run"),
     ("logs", "what the libraries said, by rank"),
@@ -111,6 +112,10 @@ def _next(run: RunFiles) -> list[str]:
     if ranks == 2 and tp == 1:
         lines.append(f"    {command} rollout.tp=2 run.name={stem}-tp2")
         lines.append("      one generator over both ranks: the same answers, token by token")
+    if (run.folder / "experience").exists():
+        folder = shlex.quote(str(run.folder))
+        lines.append(f"    {_shown(Path(sys.executable))} tools/show_rollouts.py {folder}")
+        lines.append("      what the model answered; tools/audit.py traces and verifies it")
     seed = run.setting("seed")
     if stem == "quickstart" and isinstance(seed, int):
         lines.append(f"    make demo SEED={seed + 1}")

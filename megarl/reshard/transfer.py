@@ -110,9 +110,10 @@ class Resharder:
             seconds=time.perf_counter() - began,
         )
 
-    def verify(self, manifest: WeightManifest) -> None:
+    def verify(self, manifest: WeightManifest) -> WeightManifest:
         """Read the target's live parameters back and compare every copy with `manifest`.
 
+        Returns what was read: the target's own manifest, of its own layout and live parameters.
         Raises `DigestError` naming tensors, ranks and first elements.
         """
         expected = {entry.name: entry.digest for entry in manifest.tensors}
@@ -123,6 +124,10 @@ class Resharder:
         wrong = [name for name in expected if name in torn or whole[name] != expected[name]]
         if wrong:
             raise DigestError(self._diagnosis(wrong))
+        held = _manifest_of(self.target, whole, self.dtype)
+        if held != manifest:  # the same bits, under another shape or dtype
+            raise DigestError("; ".join(manifest.differences(held)[:3]))
+        return held
 
     def _exchange(self, plan: Plan, target_params: Mapping[str, Tensor]) -> Exchange:
         return Exchange(
@@ -189,7 +194,12 @@ def weight_manifest(
     placement: Placement, digester: Digester, dtype: torch.dtype, world: World
 ) -> WeightManifest:
     """One model's manifest with digests taken in `dtype`. Collective; raises `DriftError`."""
-    whole = source_digests(placement, digester, world)
+    return _manifest_of(placement, source_digests(placement, digester, world), dtype)
+
+
+def _manifest_of(
+    placement: Placement, whole: Mapping[str, int], dtype: torch.dtype
+) -> WeightManifest:
     kind = str(dtype).removeprefix("torch.")
     return WeightManifest(
         tuple(

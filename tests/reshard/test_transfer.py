@@ -52,7 +52,8 @@ def _transfer(*arguments, **changes) -> tuple:
     rank = resharder.world.rank
     manifest = resharder.manifest()
     first = resharder.transfer()
-    resharder.verify(manifest)
+    held = resharder.verify(manifest)
+    assert held == manifest and held is not manifest
     right = make_shards(resharder.target, rank, whole, resharder.dtype)
     written = same_bits(resharder.target_params, right)
     for param in resharder.source_params.values():  # an optimizer's step, in place

@@ -6,12 +6,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from tools.bench import harness, loop, peer_trl, runs
+from tools.bench import experience, harness, loop, peer_trl, runs
 from tools.bench.harness import Bench, BenchError, Spread, interleaved, report
 from tools.bench.peer import trl_env
 from tools.bench.peer.lengths import facts, long_tailed
@@ -29,7 +31,7 @@ def test_the_help_lists_every_bench_with_a_line_and_loads_no_library() -> None:
     asked = [sys.executable, "-X", "importtime", "tools/bench.py", "--help"]
     told = subprocess.run(asked, cwd=harness.ROOT, capture_output=True, text=True, check=True)
     lines = [line.split(None, 1) for line in told.stdout.splitlines()]
-    for bench in (loop.BENCH, peer_trl.BENCH):
+    for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH):
         assert [bench.name, bench.line] in lines
     loaded = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
     assert "argparse" in loaded and not {"torch", "sglang", "transformers"} & loaded
@@ -137,6 +139,39 @@ def test_the_peer_bench_tells_a_ratio_of_every_setting(monkeypatch, tmp_path) ->
     assert jobs[-1]["lengths"] == long_tailed(32, 24)
     assert keys[-1]["rollout.max_response_tokens"] == 192 == jobs[-1]["max_tokens"]
     json.dumps(result)
+
+
+SEALED_ROWS = [{"time/iteration": 1.2, "time/seal": 0.01, "time/evaluate": 0.2}] * 3
+
+
+def _experience(folder: str) -> dict[str, Any]:
+    """In a process without a default group: the bench makes its own."""
+    torch.distributed.destroy_process_group()
+    sizes = ["--samples", "64", "--tokens", "16", "--join-samples", "64", "512"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name)
+        patch.setattr(experience, "CACHE", Path(folder))
+        patch.setattr(experience, "quickstart_model", lambda given: Path(folder))
+        patch.setattr(experience, "run_megarl", lambda name, model, settings: SEALED_ROWS)
+        return dict(experience.run(_options(experience.BENCH, "--repeats", "2", *sizes)))
+
+
+@pytest.mark.dist
+def test_the_experience_bench_seals_joins_and_tells_a_share(ranks, tmp_path) -> None:
+    result = ranks.run(1, _experience, str(tmp_path))[0]
+    keys = ("seal_over_raw", "bytes_per_token", "iteration_share", "join_s_per_100k")
+    assert all(result[key] > 0 for key in keys)
+    assert result["iteration_share"] == pytest.approx(0.01)
+    assert set(result["join_s_per_100k_by_size"]) == {"64", "512"}
+    assert "join_exponent" in result and "join_cpu_exponent" in result
+    assert not list(tmp_path.glob("runs/*"))
+    json.dumps(result)
+
+
+def test_an_exponent_of_one_is_linear() -> None:
+    assert experience._exponent([10, 100, 1000], [2.0, 20.0, 200.0]) == pytest.approx(1)
+    assert experience._exponent([10, 1000], [1.0, 10_000.0]) == pytest.approx(2)
 
 
 def test_long_tailed_lengths_have_their_mean_and_their_longest() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptSet
-from megarl.recipe_sections import DataSection
+from megarl.recipe.sections import DataSection
 from tools import make_tiny_model
 from tools.quickstart.accuracy import responses
 from tools.quickstart.build import Built, build

@@ -27,3 +27,11 @@ class ModelSpec:
     max_positions: int
     config_hash: str
     """Contract hash of the whole config.json."""
+
+    @property
+    def even_length(self) -> int:
+        """Tokens of a sequence at which causal attention costs as many operations as the linear
+        layers: 2 · heads · head_dim · length against 2 · weights, a layer and token."""
+        attention = self.heads * self.head_dim
+        weights = self.hidden * (2 * attention + 2 * self.kv_heads * self.head_dim + 3 * self.ffn)
+        return (weights + self.hidden * self.vocab // self.layers) // attention
