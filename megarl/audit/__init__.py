@@ -1,0 +1,1 @@
+"""What a run left, looked at afterwards: checked, explained, computed again, compared."""

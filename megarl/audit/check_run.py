@@ -1,0 +1,190 @@
+"""Checks of the run as a whole: its logs, recipe, journal, tokenizer and last word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from megarl.audit.findings import Found
+from megarl.audit.logs import Line
+from megarl.audit.view import TOKENIZER_FOLDER, RunView
+from megarl.contracts.states import (
+    COLLECTING,
+    FROM_SEALED,
+    TRANSITIONS,
+    IllegalTransition,
+    Journal,
+    State,
+)
+from megarl.contracts.tokens import TokensError
+from megarl.experience.columns import SealError
+from megarl.experience.manifest import MANIFEST_FILE
+from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
+from megarl.recipe import RecipeError
+
+LAST_STATES = (State.UPDATING_FROM, State.EXPERIENCE_SEALED)
+"""What an iteration's commit follows; a run that only collects has no update."""
+CLOCK_TOLERANCE_SECONDS = 1.0
+"""How far clocks may differ: those of several hosts, or one that is being set right."""
+
+
+def records(run: RunView) -> Iterator[Found]:
+    """Every line of every log can be read and has its fields."""
+    for log in (run.journal, run.versions, run.updates, run.ledger):
+        for number, what in log.problems:
+            yield Found(f"{log.file}:{number}" if number else log.file, what)
+        if log.torn and run.is_finished:
+            yield Found(log.file, "its last line is cut off, though the run finished")
+
+
+def recipe(run: RunView) -> Iterator[Found]:
+    """recipe.yaml is a whole recipe of this program."""
+    try:
+        _ = run.recipe.hash
+    except RecipeError as error:
+        yield Found(RECIPE_FILE, str(error))
+
+
+def journal(run: RunView) -> Iterator[Found]:
+    """A legal walk through the states, one whole cycle after another, each with its evidence."""
+    table = transitions_of(run)
+    walk, cycles = Journal(None, table), Cycles()
+    for line in run.journal:
+        version = run.policy_versions.get(line["version"])
+        try:
+            state = State(line["state"])
+        except ValueError:
+            yield Found(line.where, f"{line['state']} is no state", field="state")
+            continue
+        if walk.state is State.FAILED:
+            # A run that goes on after a failure begins again at what it committed.
+            walk = Journal(None, table)
+        evidence = {k: v for k, v in line.told.items() if k not in ("state", "iteration")}
+        evidence.pop("version")
+        if version is None:
+            # `versions` tells it; the order of states is checked all the same.
+            version = walk.version
+        try:
+            if version is not None:
+                walk.enter(state, line["iteration"], version, **evidence)
+        except IllegalTransition as error:
+            yield Found(line.where, str(error), field="state")
+            walk.state, walk.iteration, walk.version = state, line["iteration"], version
+        yield from cycles.follow(state, line)
+    ended = walk.state is State.ACTOR_COMMITTED or run.only_scores
+    if run.is_finished and not ended:
+        yield Found(run.journal.file, f"ends at {walk.state}, though the run finished")
+
+
+def transitions_of(run: RunView) -> Mapping[State, frozenset[State]]:
+    """The whole loop's, or those of the part of it that this run is."""
+    if run.sources:
+        return FROM_SEALED
+    return COLLECTING if run.only_collects else TRANSITIONS
+
+
+class Cycles:
+    """Follows which iteration a journal is in."""
+
+    def __init__(self) -> None:
+        self._next: int | None = None
+        """The iteration that trains next; None before the first line."""
+        self._now = 0
+        self._before: State | None = None
+
+    def follow(self, state: State, line: Line) -> Iterator[Found]:
+        """Iterations follow each other without a gap; one cycle is of one iteration."""
+        number = line["iteration"]
+        if self._next is None:
+            self._next = self._now = number
+        wanted = (self._now,)
+        if state is State.GENERATING or self._before is State.ACTOR_COMMITTED:
+            # Evaluation after the last update exports once more, and commits the same version.
+            ended = state in (State.EXPORTING, State.ACTOR_COMMITTED, State.FAILED)
+            wanted = (self._next, self._next - 1) if ended else (self._next,)
+            self._now = number
+        if number not in wanted:
+            what = f"{state} of iteration {number}, expected {wanted[0]}"
+            yield Found(line.where, what, field="iteration")
+        if state is State.ACTOR_COMMITTED and self._before in LAST_STATES:
+            self._next = number + 1
+        self._before = state
+
+
+def clocks_of_journal(run: RunView) -> Iterator[Found]:
+    """Journal times do not jump back."""
+    latest = None
+    for line in run.journal:
+        if latest is not None and line["time"] < latest["time"] - CLOCK_TOLERANCE_SECONDS:
+            what = f"{latest['time'] - line['time']:.3f} s before {latest.where}"
+            yield Found(line.where, what, field="time")
+        latest = line
+
+
+def finished(run: RunView) -> Iterator[Found]:
+    """finished.json names the version that was committed last, and all iterations trained."""
+    if not run.is_finished or run.only_scores:
+        return
+    try:
+        told = json.loads((run.folder / FINISHED_FILE).read_text(encoding="utf-8"))
+        named, hash_, count = told["version"], told["weight_manifest_hash"], told["iterations"]
+    except (ValueError, KeyError, TypeError) as error:
+        yield Found(FINISHED_FILE, f"cannot be read: {error!r}")
+        return
+    commits = [line for line in run.journal if line["state"] == "ACTOR_COMMITTED"]
+    if commits:
+        last = commits[-1]
+        if named != last["version"]:
+            what = f"names version {named}, {last.where} committed {last['version']}"
+            yield Found(FINISHED_FILE, what, field="version")
+        if hash_ != last.told.get("weight_manifest_hash"):
+            what = f"{hash_}, {last.where} committed {last.told.get('weight_manifest_hash')}"
+            yield Found(FINISHED_FILE, what, field="weight_manifest_hash")
+    if count != run.recipe.run.iterations:
+        what = f"{count} iterations, the recipe asks for {run.recipe.run.iterations}"
+        yield Found(FINISHED_FILE, what, field="iterations")
+    done = run.trained
+    word = "update"
+    if run.only_collects:
+        done = {line["iteration"] for line in run.journal if line["state"] == "EXPERIENCE_SEALED"}
+        word = "experience"
+    missing = sorted(set(range(run.recipe.run.iterations)) - done)
+    if missing:
+        yield Found(FINISHED_FILE, f"the journal has no {word} of iterations {missing[:8]}")
+
+
+def tokenizer(run: RunView) -> Iterator[Found]:
+    """The run's copy of the tokenizer is the one that every record was made with."""
+    try:
+        hash_ = run.tokens.hash
+    except TokensError as error:
+        yield Found(TOKENIZER_FOLDER, str(error))
+        return
+    for number in run.sealed:
+        view = run.iteration(number)
+        try:
+            told = view.manifest.header.tokenizer_hash
+        except SealError:  # `manifest` tells it
+            continue
+        if told != hash_:
+            what = f"made with tokenizer {told}, {TOKENIZER_FOLDER}/ is {hash_}"
+            yield Found(view.file(MANIFEST_FILE), what, field="tokenizer_hash")
+    for line in run.versions:
+        told = line.told.get("tokenizer_hash", hash_)
+        if told != hash_:
+            what = f"with tokenizer {told}, {TOKENIZER_FOLDER}/ is {hash_}"
+            yield Found(line.where, what, field="tokenizer_hash")
+
+
+def unfinished(run: RunView) -> str | None:
+    """One line on a run without finished.json; None where it has one."""
+    if run.is_finished:
+        return None
+    lines = run.journal.lines
+    if not lines:
+        return "the run never came to its first version"
+    last = lines[-1]
+    where = f"iteration {last['iteration']}, {len(run.trained)} iterations trained"
+    if last["state"] == "FAILED":
+        return f"the run FAILED in {where}: {last.told.get('reason')}"
+    return f"the run has not finished; {last['state']} in {where}"

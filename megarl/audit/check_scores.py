@@ -1,0 +1,106 @@
+"""Checks of rewards and log-probs: what a sealed iteration says of its samples' worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megarl.audit.findings import Found
+from megarl.audit.view import IterationView, RunView
+from megarl.contracts.records import RewardRecord, RewardStatus
+from megarl.experience.columns import SealError
+from megarl.experience.manifest import MANIFEST_FILE
+from megarl.recipe import RewardSection
+from megarl.rewards.score import PENALTY
+from megarl.rewards.scorer import component_name
+
+LARGEST_LOG_PROB = 1e-6
+"""A log-prob above 0 by more is no rounding."""
+
+
+def scores(view: IterationView) -> Iterator[Found]:
+    """Every total is what the recipe makes of the components: their weighted sum, the total of a
+    violated constraint, or the declared penalty. Every scorer's component is there."""
+    section = view.run.recipe.reward
+    for row, record in enumerate(view.sealed.records):
+        found = _wrong_total(record, section)
+        if found is not None:
+            what, field = found
+            part = view.file("rollout_*.safetensors")
+            yield Found(part, what, view.sealed.sample_id(row), f"reward.{field}")
+
+
+def _wrong_total(record: RewardRecord, section: RewardSection) -> tuple[str, str] | None:
+    """(what, field), None where the total is right."""
+    if record.status is not RewardStatus.OK:
+        return None
+    if record.detail.startswith(PENALTY):
+        if record.total == section.penalty:
+            return None
+        return f"penalty {record.total}, the recipe's is {section.penalty}", "total"
+    scorers = {component_name(item.name): item for item in section.scorers}
+    if record.components.keys() != scorers.keys():
+        odd = sorted(record.components.keys() ^ scorers.keys())
+        return f"components {odd} are not those of the recipe's scorers", "components"
+    said = record.components
+    for name, item in scorers.items():
+        if item.at_least is not None and said[name] < item.at_least:
+            total = section.violated
+            break
+    else:
+        total = sum(said[name] * item.weight for name, item in scorers.items() if item.weight)
+    if record.total != total:
+        return f"total {record.total}, its components give {total}", "total"
+    return None
+
+
+def scorer(run: RunView) -> Iterator[Found]:
+    """One scorer version scored the whole run."""
+    first: tuple[str, str] | None = None
+    for number in run.sealed:
+        view = run.iteration(number)
+        try:
+            told = view.manifest.header.scorer_version
+        except SealError:  # `manifest` tells it
+            continue
+        first = first or (view.file(MANIFEST_FILE), told)
+        if told != first[1]:
+            what = f"scored by {told}, {first[0]} by {first[1]}"
+            yield Found(view.file(MANIFEST_FILE), what, field="scorer_version")
+
+
+def log_probs(view: IterationView) -> Iterator[Found]:
+    """Log-probs are finite and not above 0: the generator's of every token, the trainer's of every
+    token of the rows it scored."""
+    for raw in view.rollouts + view.scored:
+        held = raw.columns
+        for name in (name for name in held if name.endswith("_log_probs")):
+            wrong = ~(np.isfinite(held[name]) & (held[name] <= LARGEST_LOG_PROB))
+            for token in np.flatnonzero(wrong).tolist():
+                row = int(np.searchsorted(held["response_offsets"], token, side="right")) - 1
+                sample = view.sample_id(int(held["draw_index"][row]), int(held["candidate"][row]))
+                at = token - int(held["response_offsets"][row])
+                what = f"token {at} has log-prob {held[name][token]}"
+                yield Found(view.file(raw.part.file), what, sample, name)
+
+
+def parity(view: IterationView) -> Iterator[Found]:
+    """Trainer and generator agree on every action token within the recipe's bounds."""
+    bounds, samples = view.run.recipe.parity, view.sealed.samples
+    if bounds.action != "stop":
+        return
+    gap = np.abs(view.sealed.old_log_probs.astype(np.float64) - samples.rollout_log_probs)
+    measured = samples.action_mask & np.isfinite(gap)
+    if not measured.any():
+        return
+    gap = np.where(measured, gap, 0.0)
+    token = int(np.argmax(gap))
+    row = int(np.searchsorted(samples.response_offsets, token, side="right") - 1)
+    mean = float(gap.sum() / measured.sum())
+    where = f"token {token - int(samples.response_offsets[row])}"
+    for name, value, bound in (("max", gap[token], bounds.max), ("mean", mean, bounds.mean)):
+        if value > bound:
+            what = f"|old − rollout| {name} {value:.3e} over the bound {bound:.0e}, most at {where}"
+            sample = view.sealed.sample_id(row)
+            yield Found(view.file("scored_*.safetensors"), what, sample, "old_log_probs")

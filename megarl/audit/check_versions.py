@@ -1,0 +1,165 @@
+"""Checks of policy versions: identities, digests on both sides, what updates made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.audit.findings import Found
+from megarl.audit.logs import Line
+from megarl.audit.view import IterationView, RunView, tensors_of, version_of
+from megarl.contracts.version import WeightManifest
+from megarl.experience.manifest import MANIFEST_FILE
+
+MOST_TENSORS = 4
+"""Tensors of one version that are told one by one."""
+
+
+def versions(run: RunView) -> Iterator[Found]:
+    """A version's id is the hash of its fields, its manifest hash that of its tensors; an id is
+    never given twice for other contents, and every id that a record names is here."""
+    seen: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for line in run.versions:
+        if line["kind"] != "version":
+            continue
+        try:
+            version, tensors = version_of(line.told), tensors_of(line.told)
+        except (KeyError, TypeError, ValueError) as error:
+            yield Found(line.where, f"describes no version: {error!r}")
+            continue
+        if version.id != line["id"]:
+            yield Found(line.where, f"id {line['id']} is not that of its fields", field="id")
+        if tensors.hash != version.weight_manifest_hash:
+            what = f"its tensors hash to {tensors.hash}, it says {version.weight_manifest_hash}"
+            yield Found(line.where, what, field="weight_manifest_hash")
+        if version.run_id != run.recipe.run.name and not run.only_scores:
+            yield Found(line.where, f"of run {version.run_id}", field="run_id")
+        content = {k: v for k, v in line.told.items() if k != "iteration"}
+        where, before = seen.setdefault(line["id"], (line.where, content))
+        if before != content:
+            yield Found(line.where, f"the same id as {where} with other contents", field="id")
+    known = set(run.policy_versions)
+    for where, field, id_ in _named(run):
+        if id_ not in known:
+            yield Found(where, f"version {id_} has no entry in {run.versions.file}", field=field)
+
+
+def producers(view: IterationView) -> Iterator[Found]:
+    """Every version that a sealed iteration names is in versions.jsonl, in its role."""
+    header, known = view.manifest.header, view.run.policy_versions
+    for role, id_ in header.producers.items():
+        file, field = view.file(MANIFEST_FILE), f"producers.{role}"
+        if id_ not in known:
+            yield Found(file, f"version {id_} has no entry in versions.jsonl", field=field)
+            continue
+        wanted = {"rollout": "actor", "old": "actor", "ref": "reference"}.get(role, role)
+        if known[id_].role != wanted:
+            yield Found(file, f"version {id_} is the {known[id_].role}'s", field=field)
+
+
+def _named(run: RunView) -> Iterator[tuple[str, str, str]]:
+    """(where, field, version id) of every log line that names one."""
+    for line in run.journal:
+        yield line.where, "version", line["version"]
+    for line in run.ledger:
+        yield line.where, "version", line["version"]
+    for line in run.updates:
+        for field in ("from", "to"):
+            yield line.where, field, line[field]
+    for line in run.versions:
+        if line["kind"] != "version":
+            yield line.where, "id", line["id"]
+
+
+def digests(run: RunView) -> Iterator[Found]:
+    """What the generator's own parameters digested to is what the trainer committed, tensor by
+    tensor, for every version that generated."""
+    committed: dict[str, tuple[Line, WeightManifest]] = {}
+    loaded: set[str] = set()
+    for line in run.versions:
+        try:
+            tensors = tensors_of(line.told)
+        except (TypeError, ValueError) as error:
+            yield Found(line.where, f"its tensors cannot be read: {error}", field="tensors")
+            continue
+        if line["kind"] == "version":
+            committed[line["id"]] = (line, tensors)
+            continue
+        loaded.add(line["id"])
+        if tensors.hash != line.told.get("weight_manifest_hash"):
+            yield Found(line.where, "its tensors do not hash to it", field="weight_manifest_hash")
+        if line["id"] not in committed:
+            continue  # `versions` tells it
+        where, mine = committed[line["id"]]
+        for difference in mine.differences(tensors)[:MOST_TENSORS]:
+            what = f"loaded other weights than {where.where} committed: {difference}"
+            yield Found(line.where, what, field="tensors")
+    for line in run.journal:
+        hash_ = line.told.get("weight_manifest_hash")
+        version = run.policy_versions.get(line["version"])
+        if hash_ is not None and version is not None and hash_ != version.weight_manifest_hash:
+            what = f"{hash_}, version {version.id} has {version.weight_manifest_hash}"
+            yield Found(line.where, what, field="weight_manifest_hash")
+        ready = line["state"] == "ROLLOUT_READY" and line.told.get("verified")
+        if ready and line["version"] not in loaded:
+            what = f"version {line['version']} was verified, but no loaded digests are recorded"
+            yield Found(line.where, what, field="verified")
+
+
+def updates(run: RunView) -> Iterator[Found]:
+    """Every iteration that trained has one line; it leads from the version that generated to the
+    one committed next, by as many steps as it says were taken."""
+    lines: dict[int, Line] = {}
+    for line in run.updates:
+        lines.setdefault(line["iteration"], line)
+    trained = sorted(run.trained)
+    for number in trained:
+        line = lines.get(number)
+        last_words = not run.is_finished and number == trained[-1]
+        if line is None and not last_words:
+            yield Found(run.updates.file, f"no line of iteration {number}, which trained")
+    for number in sorted(lines.keys() - run.trained):
+        yield Found(lines[number].where, f"iteration {number} never trained by the journal")
+    for number in sorted(lines.keys() & run.trained):
+        yield from _update(run, lines[number])
+
+
+def _update(run: RunView, line: Line) -> Iterator[Found]:
+    number, known = line["iteration"], run.policy_versions
+    updating = run.journal_line("UPDATING_FROM", number)
+    if updating is not None and updating["version"] != line["from"]:
+        what = f"from version {line['from']}, {updating.where} says {updating['version']}"
+        yield Found(line.where, what, field="from")
+    committed = run.commits.get(number)
+    if committed is not None and committed["version"] != line["to"]:
+        what = f"to version {line['to']}, {committed.where} committed {committed['version']}"
+        yield Found(line.where, what, field="to")
+    steps = line["steps"]
+    if len(steps) != run.recipe.algorithm.minibatches:
+        what = f"{len(steps)} steps, the recipe has {run.recipe.algorithm.minibatches} minibatches"
+        yield Found(line.where, what, field="steps")
+    if line["from"] in known and line["to"] in known:
+        rise = known[line["to"]].optimizer_step - known[line["from"]].optimizer_step
+        taken = sum(bool(step.get("stepped")) for step in steps)
+        if rise != taken:
+            what = f"{taken} steps were taken, the optimizer step rose by {rise}"
+            yield Found(line.where, what, field="steps")
+
+
+def once(run: RunView) -> Iterator[Found]:
+    """No experience trains twice: its hash stands once in the journal's updates, in updates.jsonl
+    and in the ledger, and no two iterations hold the same experience."""
+    updating = [line for line in run.journal if line["state"] == "UPDATING_FROM"]
+    for lines in (updating, run.updates, run.ledger):
+        hashes: dict[str, Line] = {}
+        numbers: dict[int, Line] = {}
+        for line in lines:
+            hash_ = line.told.get("experience_hash")
+            first = hashes.setdefault(hash_, line)
+            if hash_ is not None and first is not line:
+                what = f"experience {hash_} of {first.where} again"
+                yield Found(line.where, what, field="experience_hash")
+            first = numbers.setdefault(line["iteration"], line)
+            if first is not line:
+                what = f"iteration {line['iteration']} of {first.where} again"
+                yield Found(line.where, what, field="iteration")

@@ -1,0 +1,324 @@
+"""`audit recompute`: derived numbers from sealed facts alone, as trained or with other settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.audit import text
+from megarl.audit.again import (
+    Difference,
+    Recomputed,
+    differences,
+    recompute,
+    scored_under,
+    terms,
+    token_kl,
+)
+from megarl.audit.source import open_sealed, updates_of
+from megarl.audit.view import RunView
+from megarl.audit.whatif import Refused, check_recomputable, told
+from megarl.experience.columns import SealError, write_columns
+from megarl.experience.load import SealedIteration
+from megarl.experience.store import FOLDER
+from megarl.observe.runfolder import RECIPE_FILE, NotARun
+from megarl.recipe import Recipe, RecipeError, load_recipe
+
+LINE = "selection, minibatches and advantages again from sealed facts; as trained, or what if"
+HELP = f"""{LINE}
+
+Without key=value: what the run trained on is computed again from prompts, samples, rewards and
+log-probs alone, by the same functions, and compared bit for bit. With key=value: what other
+settings would have made of the same samples, without a new rollout. Keys that need one, or a
+forward, are refused by name.
+
+examples:
+  python tools/audit.py recompute runs/quickstart-s1
+  python tools/audit.py recompute runs/quickstart-s1 --iterations 3-5
+  python tools/audit.py recompute runs/quickstart-s1 algorithm.normalize_std=false
+  python tools/audit.py recompute runs/kl algorithm.kl.beta=0.01 algorithm.kl.estimator=k2
+  python tools/audit.py recompute runs/quickstart-s1 algorithm.zero_variance=keep --out new.safetensors
+
+The loss terms are those at ratio 1, where every iteration's first minibatch really is.
+
+exit codes: 0 equal, or told what would change; 1 something differs, or a sealed file is damaged;
+2 no such run, iteration or key, or one that cannot be recomputed
+"""  # noqa: E501
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="other recipe settings")
+    parser.add_argument("--iterations", metavar="A-B", help="3, 2-5, 2- or -5 (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the new columns, safetensors")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what was found; returns the exit code."""
+    text.prepare_output()
+    try:
+        job = _job(arguments)
+        results = [_iteration(job, number) for number in job.iterations]
+        if arguments.out is not None:
+            _write(arguments.out, job, results)
+    except (NotARun, RecipeError, Refused, ValueError) as error:
+        print(f"audit recompute: {error}", file=sys.stderr)
+        return 1 if isinstance(error, SealError) else 2
+    if arguments.json:
+        print(json.dumps(_as_json(job, results), allow_nan=False))
+    else:
+        print("\n".join(_what_if(job, results) if job.changes else _as_trained(job, results)))
+    return 1 if any(result.problems for result in results) else 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for."""
+
+    source: RunView
+    recipe: Recipe
+    """The run's."""
+    other: Recipe
+    changes: Sequence[str]
+    """`key old → new`."""
+    iterations: list[int]
+    keeps_columns: bool
+
+
+@dataclass
+class Result:
+    """One iteration: what was trained on, what the other recipe makes of it, what differs."""
+
+    iteration: int
+    problems: list[str]
+    compared: bool
+    """False where nothing was derived, so that there is nothing to compare with."""
+    old: dict[str, Any]
+    new: dict[str, Any]
+    first_loss: dict[str, float] | None
+    changed: int
+    """Samples whose verdict, minibatch or advantage is another."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    source = open_sealed(arguments.folder)
+    recipe = source.recipe
+    other = load_recipe(arguments.folder / RECIPE_FILE, arguments.overrides)
+    chosen = list(source.sealed)
+    if arguments.iterations is not None:
+        chosen = text.iteration_range(arguments.iterations, chosen)
+    roles = [source.iteration(number).manifest.header.producers for number in chosen]
+    check_recomputable(recipe, other, all("ref" in producers for producers in roles))
+    if arguments.out is not None:
+        _check_out(arguments.out, arguments.folder)
+    return Job(source, recipe, other, told(recipe, other), chosen, arguments.out is not None)
+
+
+def _check_out(path: Path, run_folder: Path) -> None:
+    if path.exists():
+        raise Refused(f"--out {path} exists; name another file")
+    if not path.absolute().parent.is_dir():
+        raise Refused(f"--out {path}: there is no folder {path.parent}")
+    if path.resolve().is_relative_to((run_folder / FOLDER).resolve()):
+        raise Refused(f"--out {path} lies among sealed files; name another folder")
+
+
+def _iteration(job: Job, number: int) -> Result:
+    sealed = job.source.iteration(number).sealed
+    again = recompute(sealed, job.recipe)
+    problems: list[Difference] = []
+    if sealed.derived is not None:
+        problems = list(differences(sealed, again))
+    new, scores = again, None
+    if job.changes:
+        if job.other.reward != job.recipe.reward:
+            scores = scored_under(sealed.scores, job.recipe, job.other)
+        new = recompute(sealed, job.other, scores)
+    return Result(
+        iteration=number,
+        problems=[str(problem) for problem in problems],
+        compared=sealed.derived is not None,
+        old=_numbers(sealed, again, job.recipe),
+        new=_numbers(sealed, new, job.other),
+        first_loss=_first_loss(job, sealed, again),
+        changed=_changed(again, new),
+        columns=_columns(sealed, new, job.other) if job.keeps_columns else {},
+    )
+
+
+def _numbers(sealed: SealedIteration, again: Recomputed, recipe: Recipe) -> dict[str, Any]:
+    """What a table tells of an iteration under a recipe; None for what is not known."""
+    trained = again.advantages[again.plan.trained]
+    parts = [part for part in terms(sealed, again, recipe) if part is not None]
+    kl = token_kl(sealed, recipe.algorithm.kl.estimator)
+    on = np.repeat(again.plan.trained, sealed.samples.response_lengths) & sealed.samples.action_mask
+    known = np.zeros(0) if kl is None else kl[on & ~np.isnan(kl)]
+    terms_kl = [part.kl for part in parts]
+    return {
+        "groups_trained": again.plan.selection.counts["groups_trained"],
+        "samples_trained": int(again.plan.trained.sum()),
+        "tokens_trained": sum(totals.tokens for totals in again.plan.totals),
+        "advantage_abs_mean": _mean(np.abs(trained)),
+        "advantage_abs_max": float(np.abs(trained).max()) if len(trained) else None,
+        "kl_mean": _mean(known),
+        "kl_tokens_unknown": None if kl is None else int(on.sum()) - len(known),
+        "surrogate": _mean([part.surrogate for part in parts]),
+        "kl_term": None if None in terms_kl else _mean(terms_kl),
+    }
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _first_loss(job: Job, sealed: SealedIteration, again: Recomputed) -> dict[str, float] | None:
+    """The first step's loss as the run recorded it and as it is recomputed, where both are known:
+    its ratios are exactly 1, and no entropy bonus is in it."""
+    lines = updates_of(job.source, sealed.manifest.header.iteration)
+    parts = terms(sealed, again, job.recipe)
+    if not lines or parts[0] is None or job.recipe.algorithm.entropy_coefficient:
+        return None
+    recorded = [step.get("loss") for step in lines[0]["steps"] if step["minibatch"] == 0]
+    if not recorded or recorded[0] is None or parts[0].kl is None:
+        return None
+    return {"recorded": recorded[0], "recomputed": parts[0].surrogate + parts[0].kl}
+
+
+def _changed(old: Recomputed, new: Recomputed) -> int:
+    same = (old.advantages == new.advantages) | (
+        np.isnan(old.advantages) & np.isnan(new.advantages)
+    )
+    same &= old.plan.selection.verdict == new.plan.selection.verdict
+    return int((~(same & (old.plan.minibatch == new.plan.minibatch))).sum())
+
+
+def _columns(sealed: SealedIteration, new: Recomputed, recipe: Recipe) -> dict[str, np.ndarray]:
+    samples = sealed.samples
+    columns = {
+        "draw_index": samples.draw_index,
+        "candidate": samples.candidate,
+        "response_lengths": samples.response_lengths,
+        "verdict": new.plan.selection.verdict,
+        "minibatch": new.plan.minibatch,
+        "sample_advantages": new.advantages,
+        "advantages": new.derived.advantages,
+    }
+    kl = token_kl(sealed, recipe.algorithm.kl.estimator)
+    return columns if kl is None else columns | {"kl": kl}
+
+
+def _write(path: Path, job: Job, results: Sequence[Result]) -> None:
+    """One table over all iterations: `iteration` int32 [N], per-token columns float32 [R]."""
+    names = results[0].columns
+    columns = {name: np.concatenate([result.columns[name] for result in results]) for name in names}
+    lengths = columns.pop("response_lengths")
+    columns["response_offsets"] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    rows = [len(result.columns["draw_index"]) for result in results]
+    numbers = [result.iteration for result in results]
+    columns["iteration"] = np.repeat(np.array(numbers, dtype=np.int32), rows)
+    metadata = {
+        "run_id": job.recipe.run.name,
+        "recipe_hash": job.other.hash,
+        "changes": list(job.changes),
+    }
+    write_columns(path, "recomputed", 0, columns, metadata)
+
+
+def _as_json(job: Job, results: Sequence[Result]) -> dict[str, Any]:
+    return {
+        "run": job.recipe.run.name,
+        "recipe_hash": job.recipe.hash,
+        "changes": list(job.changes),
+        "equal": all(result.compared and not result.problems for result in results),
+        "iterations": [
+            {name: value for name, value in asdict(result).items() if name != "columns"}
+            for result in results
+        ],
+    }
+
+
+_AS_TRAINED = ["iteration", "groups", "samples", "tokens", "mean|A|", "max|A|", "first-loss"]
+_AS_TRAINED += ["recorded", "result"]
+
+
+def _as_trained(job: Job, results: Sequence[Result]) -> Iterator[str]:
+    yield f"{job.source.folder}: recomputed from sealed facts under {job.recipe.hash}"
+    yield from _note_recipe(job)
+    yield from text.table([_AS_TRAINED, *(_cells_as_trained(result) for result in results)])
+    for result in results:
+        for problem in result.problems:
+            yield f"iteration {result.iteration}: {problem}"
+    equal = sum(result.compared and not result.problems for result in results)
+    yield (
+        f"{equal} of {len(results)} iterations: verdicts, minibatches and advantages are bit-equal "
+        "to what was trained on"
+    )
+
+
+def _cells_as_trained(result: Result) -> list[str]:
+    loss = result.first_loss or {}
+    keys = ("groups_trained", "samples_trained", "tokens_trained")
+    keys += ("advantage_abs_mean", "advantage_abs_max")
+    verdict = "bit-equal" if not result.problems else "DIFFERENT"
+    return [
+        str(result.iteration),
+        *(text.number(result.old[key]) for key in keys),
+        *(text.number(loss.get(key), 5) for key in ("recomputed", "recorded")),
+        verdict if result.compared else "never derived",
+    ]
+
+
+def _note_recipe(job: Job) -> Iterator[str]:
+    sealed = job.source.iteration(job.iterations[0]).manifest.header.recipe_hash
+    if sealed != job.recipe.hash:
+        yield f"note: recipe.yaml is not the recipe of the seal, {sealed}: edited, or by other code"
+
+
+_CELLS = (
+    ("groups", "groups_trained", 6),
+    ("samples", "samples_trained", 6),
+    ("tokens", "tokens_trained", 7),
+    ("mean|A|", "advantage_abs_mean", 4),
+    ("max|A|", "advantage_abs_max", 4),
+    ("KL/token", "kl_mean", 3),
+    ("surrogate", "surrogate", 3),
+    ("KL-term", "kl_term", 3),
+)
+
+
+def _what_if(job: Job, results: Sequence[Result]) -> Iterator[str]:
+    yield f"{job.source.folder}: what other settings make of the same samples (old → new)"
+    for change in job.changes:
+        yield f"  {change}"
+    yield from _note_recipe(job)
+    cells = [
+        cell
+        for cell in _CELLS
+        if any(side[cell[1]] for result in results for side in (result.old, result.new))
+    ]
+    rows = [["iteration", *(head for head, _, _ in cells), "changed"]]
+    for result in results:
+        values = [_arrow(result.old[key], result.new[key], digits) for _, key, digits in cells]
+        rows.append([str(result.iteration), *values, str(result.changed)])
+    yield from text.table(rows)
+    unknown = sum(result.new["kl_tokens_unknown"] or 0 for result in results)
+    if unknown:
+        yield f"KL of {unknown} action tokens is not known: what did not train has no log-probs"
+    for result in results:
+        for problem in result.problems:
+            yield f"iteration {result.iteration} is not what was trained on: {problem}"
+    yield f"{sum(result.changed for result in results)} samples change; losses are at ratio 1"
+
+
+def _arrow(old: Any, new: Any, digits: int) -> str:
+    told_old, told_new = (text.number(value, digits) for value in (old, new))
+    return told_old if told_old == told_new else f"{told_old} → {told_new}"

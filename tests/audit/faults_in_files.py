@@ -1,0 +1,108 @@
+"""Faults in the bytes of sealed files, with nothing above them made right, but where it says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from megarl.experience.manifest import experience_hash_of
+from tests.audit.fault import fault
+from tests.audit.forge import Forger
+
+
+@fault("parts", "rollout_0")
+def a_flipped_bit_in_tokens(forger: Forger) -> None:
+    forger.flip(1, "rollout_0", "response_ids")
+
+
+@fault("parts", "rollout_1")
+def a_flipped_bit_in_a_generator_log_prob(forger: Forger) -> None:
+    forger.flip(1, "rollout_1", "rollout_log_probs")
+
+
+@fault("parts", "scored_0")
+def a_flipped_bit_in_a_trainer_log_prob(forger: Forger) -> None:
+    forger.flip(0, "scored_0", "old_log_probs")
+
+
+@fault("parts", "rollout_0")
+def a_flipped_bit_in_a_reward(forger: Forger) -> None:
+    forger.flip(2, "rollout_0", "reward.total")
+
+
+@fault("parts", "rollout_0")
+def a_flipped_bit_in_a_mask(forger: Forger) -> None:
+    forger.flip(2, "rollout_0", "action_mask")
+
+
+@fault("parts", "rollout_0")
+def a_flipped_bit_in_a_clock(forger: Forger) -> None:
+    forger.flip(2, "rollout_0", "started")
+
+
+@fault("parts", "derived_0")
+def a_flipped_bit_in_an_advantage(forger: Forger) -> None:
+    forger.flip(2, "derived_0", "advantages")
+
+
+@fault("manifest chain", "experience_hash")
+def a_changed_word_in_a_manifest(forger: Forger) -> None:
+    forger.manifest(1, lambda told: told.update(samples=told["samples"] + 1))
+
+
+@fault("chain", "previous")
+def a_manifest_sealed_at_another_time(forger: Forger) -> None:
+    forger.manifest(1, lambda told: told.update(sealed_at=told["sealed_at"] + 1e-3))
+
+
+@fault("parts", "rollout_1")
+def a_deleted_part(forger: Forger) -> None:
+    (forger.folder(1) / "rollout_1.safetensors").unlink()
+
+
+@fault("parts", "bytes")
+def a_truncated_part(forger: Forger) -> None:
+    path = forger.folder(1) / "scored_0.safetensors"
+    forger.write(path, path.read_bytes()[:-100])
+
+
+@fault("parts", "rollout_0")
+def part_files_that_changed_places(forger: Forger) -> None:
+    _swap_files(forger)
+
+
+@fault("parts", "index")
+def part_files_that_changed_places_and_a_manifest_that_follows(forger: Forger) -> None:
+    _swap_files(forger)
+
+    def follow(told: dict) -> None:
+        parts = {part["file"]: part for part in told["parts"]}
+        one, other = (parts[f"rollout_{index}.safetensors"] for index in (0, 1))
+        for key in ("blake3", "bytes", "content", "rows", "tokens"):
+            one[key], other[key] = other[key], one[key]
+
+    forger.manifest(1, follow)
+    contents = json.loads((forger.folder(1) / "manifest.json").read_text())["parts"]
+    forger.manifest(1, lambda t: t.update(contents={p["file"]: p["content"] for p in contents}))
+    _rehash(forger, 1)
+    forger.rechain()
+
+
+def _swap_files(forger: Forger) -> None:
+    one, other = (forger.folder(1) / f"rollout_{index}.safetensors" for index in (0, 1))
+    spare = forger.folder(1) / "spare"
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
+
+
+def _rehash(forger: Forger, iteration: int) -> None:
+    forger.manifest(iteration, lambda t: t.update(experience_hash=experience_hash_of(t)))
+    sealed = json.loads((forger.folder(iteration) / "manifest.json").read_text())
+    path = forger.folder(iteration) / "derived.json"
+    forger.json(path, lambda t: t.update(experience_hash=sealed["experience_hash"]))
+
+
+@fault("parts", "no manifest lists it")
+def a_file_that_nobody_sealed(forger: Forger) -> None:
+    shutil.copy(forger.folder(1) / "rollout_0.safetensors", forger.folder(1) / "rollout_7")
