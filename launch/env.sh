@@ -3,10 +3,10 @@
 megarl_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 megarl_usage() {
-    echo "usage: bash launch/grpo.sh RECIPE [key=value …] [--dry-run]"
+    echo "usage: bash launch/grpo.sh RECIPE [key=value …] [--replay RUN@N | --only PART] [--dry-run]"
     echo "  starts the recipe's ranks on this machine; --dry-run prints the command instead"
     echo "  also: torchrun --nproc_per_node N launch/grpo.sh RECIPE [key=value …]"
-    echo "  keys of a recipe: python -m megarl.train --help"
+    echo "  keys of a recipe, replays and parts of the loop: python -m megarl.train --help"
 }
 
 megarl_fail() {
@@ -35,16 +35,24 @@ PYTHON
         "$python has no $missing; run \`make venv\` in $megarl_root, or set MEGARL_PYTHON"
 }
 
-# megarl_launch MODULE RECIPE [key=value …] [--dry-run]: replaces this shell by torchrun.
+# megarl_launch MODULE RECIPE [key=value …] [--replay RUN@N | --only PART [--from RUN]] [--dry-run]:
+# replaces this shell by torchrun.
 megarl_launch() {
     local module="$1" dry_run="" recipe="" argument python ranks
-    local -a settings=() command
+    local -a settings=() modes=() command
     shift
-    for argument in "$@"; do
+    while [ $# -gt 0 ]; do
+        argument="$1"
+        shift
         case "$argument" in
             --dry-run) dry_run=1 ;;
             -h | --help) megarl_usage && exit 0 ;;
-            -*) megarl_fail "unknown option $argument; options are --dry-run and --help" ;;
+            --replay=* | --only=* | --from=*) modes+=("$argument") ;;
+            --replay | --only | --from)
+                [ $# -gt 0 ] || megarl_fail "$argument needs a value; see python -m megarl.train --help"
+                modes+=("$argument=$1") && shift ;;
+            -*) megarl_fail "unknown option $argument; options are --dry-run, --help, --replay," \
+                "--only and --from" ;;
             *=*) settings+=("$argument") ;;
             *) [ -z "$recipe" ] || megarl_fail "one recipe at a time: $recipe or $argument"
                 recipe="$argument" ;;
@@ -60,7 +68,7 @@ megarl_launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     ranks="$(trap '' INT; "$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" ||
         exit $?
-    command=("$python" -m megarl.launcher "$ranks" "$module" "$recipe" "${settings[@]}")
+    command=("$python" -m megarl.launcher "$ranks" "$module" "$recipe" "${settings[@]}" "${modes[@]}")
     if [ -n "$dry_run" ]; then
         printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
         printf ' %q' "${command[@]}"

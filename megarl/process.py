@@ -1,22 +1,23 @@
 """The process boundary of a rank: arguments in, exit code out, one clear line when it fails.
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments, recipe or model folder, 128 + n ended by signal n
-(130: Ctrl-C).
+Exit codes: 0 done, 1 failed or a replay beyond tolerance, 2 wrong arguments, recipe or model
+folder, 128 + n ended by signal n (130: Ctrl-C).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.contracts.mesh import Mesh
 from megarl.faults import FaultRefused, planned
+from megarl.modes.launch import MODES_HELP, Launch, Work, read_launch
 from megarl.observe.logs import Terminal, captured, fail
-from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe_reference import help_text
+from megarl.recipe import Recipe, RecipeError
+from megarl.recipe.reference import help_text
 from megarl.reshard.families import FolderError, read_spec
 from megarl.reshard.layout import megatron_placement, sglang_placement
 from megarl.reshard.placement import LayoutError
@@ -25,16 +26,18 @@ from megarl.torchrun import die_with_launcher
 if TYPE_CHECKING:
     from filelock import FileLock
 
+    from megarl.failure import Failure
     from megarl.platforms.interface import Platform
+    from megarl.world import World
 
-USAGE = """usage: python -m megarl.train RECIPE [key=value …]
+USAGE = f"""usage: python -m megarl.train RECIPE [key=value …] [--replay RUN@N | --only PART]
 
 Trains as RECIPE (a YAML file) says; key=value overrides any of its keys. This is one rank; for
 the recipe's number of ranks on this machine: bash launch/grpo.sh RECIPE [key=value …]
 
   python -m megarl.train recipes/quickstart.yaml world.ranks=1 actor.tp=1
   bash launch/grpo.sh recipes/quickstart.yaml seed=2 rollout.group_size=16
-"""
+{MODES_HELP}"""
 
 POSITIONS_KEPT = 2
 """Positions of a model's context that SGLang leaves free behind a request."""
@@ -48,17 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     die_with_launcher()
     try:
-        recipe = load_recipe(arguments[0], arguments[1:])
+        launch = read_launch(arguments)
+        recipe = launch.recipe
         _check_world(recipe)
-        _check_model(recipe)
+        if launch.work is not Work.SCORE:  # which needs no model, only a tokenizer
+            _check_model(recipe)
         planned(rank=0)
-        lock = _prepare_folder(recipe)
+        lock = _prepare_folder(launch)
     except (RecipeError, FolderError, LayoutError, FaultRefused) as error:
         fail(str(error))
         return 2
     rank = int(os.environ.get("RANK", "0"))
     with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal:
-        code = _run(recipe, terminal)
+        code = _run(launch, terminal)
     if lock is not None:
         lock.release()
     return code
@@ -95,13 +100,13 @@ def _check_model(recipe: Recipe) -> None:
     sglang_placement(spec, mesh, recipe.world.device)
 
 
-def _prepare_folder(recipe: Recipe) -> FileLock | None:
+def _prepare_folder(launch: Launch) -> FileLock | None:
     """Before the slow imports: a folder on every rank, and rank 0 claims it for this run."""
     from megarl.run_folder import claim_folder, make_folder
 
     if os.environ.get("RANK", "0") == "0":
-        return claim_folder(recipe)
-    make_folder(recipe)
+        return claim_folder(launch.recipe, again=launch.work is Work.REPLAY)
+    make_folder(launch.recipe)
     return None
 
 
@@ -114,7 +119,8 @@ def _platform(recipe: Recipe) -> Platform:
     return platform
 
 
-def _run(recipe: Recipe, terminal: Terminal) -> int:
+def _run(launch: Launch, terminal: Terminal) -> int:
+    recipe = launch.recipe
     platform = _platform(recipe)
     refusal = platform.refusal()
     if refusal is not None:
@@ -123,13 +129,12 @@ def _run(recipe: Recipe, terminal: Terminal) -> int:
     import torch
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from megarl.assemble import assembled
     from megarl.failure import Failure
     from megarl.stages import StageBoard
-    from megarl.train import train
     from megarl.watchdog import Watchdog
     from megarl.world import World, process_group
 
+    work = _work(launch)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = platform.device(local)
@@ -140,21 +145,54 @@ def _run(recipe: Recipe, terminal: Terminal) -> int:
     patience = _patience(recipe)
     with process_group(platform.backend, patience):
         world = World(mesh_of(recipe), device, patience, board)
-        with (
-            Watchdog(
-                board,
-                _get_default_store(),
-                world.rank,
-                world.size,
-                lambda stage: limits.get(stage, recipe.world.timeout_seconds),
-                failure.stuck,
-            ),
-            assembled(recipe, world, failure) as run,
+        with Watchdog(
+            board,
+            _get_default_store(),
+            world.rank,
+            world.size,
+            lambda stage: limits.get(stage, recipe.world.timeout_seconds),
+            failure.stuck,
         ):
-            train(run)
-            run.mark_finished()
+            code = work(world, failure)
     failure.leave_signals()
-    return 0
+    return code
+
+
+def _work(launch: Launch) -> Callable[[World, Failure], int]:
+    """What the launch does, with what it needs built around it; it returns the exit code.
+
+    Everything is imported here, while ranks need not wait for one another yet.
+    """
+    from megarl.assemble import assembled
+    from megarl.modes.assemble import assembled_to_score, assembled_to_train
+    from megarl.modes.only import collect, train_sealed
+    from megarl.modes.replay import replay
+    from megarl.modes.score_again import score_again
+    from megarl.train import train
+
+    def work(world: World, failure: Failure) -> int:
+        match launch.work:
+            case Work.REPLAY:
+                with assembled_to_train(launch, world, failure) as run:
+                    return replay(run, launch)
+            case Work.SCORE:
+                with assembled_to_score(launch, world, failure) as (desk, tokens, pool):
+                    score_again(desk, tokens, pool, launch)
+            case Work.TRAIN:
+                with assembled_to_train(launch, world, failure) as run:
+                    train_sealed(run, launch)
+                    run.mark_finished()
+            case Work.ROLLOUT:
+                with assembled(launch.recipe, world, failure, learns=False) as run:
+                    collect(run)
+                    run.mark_finished()
+            case Work.LOOP:
+                with assembled(launch.recipe, world, failure) as run:
+                    train(run)
+                    run.mark_finished()
+        return 0
+
+    return work
 
 
 def _patience(recipe: Recipe) -> float:

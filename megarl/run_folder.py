@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
 from megarl.recipe import Recipe, RecipeError
 
 LOGS = "logs"
+REPLAY_FILE = "replay.json"
+"""Marks the folder of a replay from its start on; in the end it tells what was compared."""
 
 
 def make_folder(recipe: Recipe) -> Path:
@@ -26,12 +29,13 @@ def make_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def claim_folder(recipe: Recipe) -> FileLock:
+def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
     """Rank 0's: take `runs/<name>` for this run and write the resolved recipe into it.
 
     The lock is the process's for as long as it is kept; the system frees it when the process ends,
     however it ends. With `run.overwrite` an earlier run is set aside as `<name>.replaced-<n>`, for
     inputs may still turn out bad after this; the stored recipe does not overwrite again.
+    `again`: the folder is a replay's, which computes nothing new; an earlier replay there goes.
 
     Raises `RecipeError` when a run is going on there, or lies there and is not to be replaced.
     """
@@ -43,6 +47,8 @@ def claim_folder(recipe: Recipe) -> FileLock:
         raise RecipeError(
             f"{folder} belongs to a run that is going on; set run.name=…, or wait for its end"
         ) from None
+    if again and (folder / REPLAY_FILE).exists():
+        _clear(folder)
     if (folder / RECIPE_FILE).exists():
         if not recipe.run.overwrite:
             state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
@@ -52,7 +58,18 @@ def claim_folder(recipe: Recipe) -> FileLock:
         _set_aside(folder)
     stored = recipe.model_copy(update={"run": recipe.run.model_copy(update={"overwrite": False})})
     (folder / RECIPE_FILE).write_text(stored.resolved_yaml(), encoding="utf-8")
+    if again:
+        (folder / REPLAY_FILE).touch()
     return lock
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the logs, which other ranks may be writing already."""
+    for entry in list(folder.iterdir()):
+        if entry.is_dir() and entry.name != LOGS:
+            shutil.rmtree(entry)
+        elif not entry.is_dir():
+            entry.unlink()
 
 
 def _set_aside(folder: Path) -> None:

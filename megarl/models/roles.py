@@ -166,3 +166,7 @@ class Reference(_Scorer):
     Parameters keep `requires_grad`, since torch picks a matrix product by it and the bits would
     differ from the actor's; `log_probs` makes no gradient.
     """
+
+    optimizer_step = 0
+    """It stands where the actor stood before its first step, also as the policy of a run that only
+    collects."""

@@ -99,9 +99,14 @@ def environment() -> dict[str, str]:
 
 def launch(name: str, arguments: list[str], runs: Path, timeout: float = 150) -> Finished:
     """`bash launch/grpo.sh recipes/quickstart.yaml run.name=… …`; the output is both streams."""
-    command = ["bash", "launch/grpo.sh", "recipes/quickstart.yaml", f"run.name={name}", *arguments]
+    arguments = ["recipes/quickstart.yaml", f"run.name={name}", *arguments]
+    return start(arguments, runs / name, timeout)
+
+
+def start(arguments: list[str], folder: Path, timeout: float = 150) -> Finished:
+    """`bash launch/grpo.sh …` with all its arguments; `folder` is where it will write."""
     done = subprocess.run(
-        command,
+        ["bash", "launch/grpo.sh", *arguments],
         cwd=ROOT,
         env=environment(),
         text=True,
@@ -110,4 +115,4 @@ def launch(name: str, arguments: list[str], runs: Path, timeout: float = 150) ->
         timeout=timeout,
         check=False,
     )
-    return Finished(runs / name, done.returncode, done.stdout)
+    return Finished(folder, done.returncode, done.stdout)

@@ -33,3 +33,10 @@ def broken(response: Response) -> float:
 def meeting_point(response: Response) -> float:
     """The port where the run's ranks met."""
     return float(os.environ["MASTER_PORT"])
+
+
+def choosy(response: Response) -> float:
+    """Cannot score answers that end in 7, gives all responses to even ones the same."""
+    if response.answer.endswith("7"):
+        raise ValueError("ends in 7")
+    return digit_share(response) if int(response.answer) % 2 else 1.0

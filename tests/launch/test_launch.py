@@ -43,6 +43,16 @@ def test_dry_run_prints_the_command() -> None:
     )
 
 
+def test_modes_reach_the_ranks_behind_the_settings() -> None:
+    done = bash("recipes/quickstart.yaml", "--replay", "old@3", "--dry-run", "actor.tp=1")
+    assert done.stdout.rstrip().endswith("recipes/quickstart.yaml actor.tp=1 --replay=old@3")
+    parts = ["--only=train", "--from", "a@0-1", "--from", "b", "--dry-run"]
+    done = bash("recipes/quickstart.yaml", *parts)
+    assert done.stdout.rstrip().endswith("--only=train --from=a@0-1 --from=b")
+    done = bash("recipes/quickstart.yaml", "--replay")
+    assert done.returncode == 2 and "--replay needs a value" in done.stderr
+
+
 def test_rank_count_follows_overrides_and_threads_the_environment() -> None:
     done = bash("recipes/quickstart.yaml", "world.ranks=4", "--dry-run", OMP_NUM_THREADS="3")
     assert "-m megarl.launcher 4 megarl.train " in done.stdout
@@ -73,7 +83,8 @@ def test_it_runs_from_any_folder_and_quotes_what_it_prints(tmp_path: Path) -> No
         ),
         (
             ["recipes/quickstart.yaml", "--dryrun"],
-            "megarl: unknown option --dryrun; options are --dry-run and --help",
+            "megarl: unknown option --dryrun; options are --dry-run, --help, --replay, --only "
+            "and --from",
         ),
         (
             ["recipes/quickstart.yaml", "other.yaml"],

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors import safe_open
 
+from megarl.contracts.tokens import Tokens
 from megarl.contracts.version import TensorEntry, WeightManifest
+from megarl.experience.consumed import AlreadyTrained, Consumed, Use
+from megarl.experience.updates import read_updates
+from megarl.experience.versions import Versions
 from megarl.reshard.digest import block_digest
 from tests.launch.runs import Finished, launch, make_model, read_lines, settings
 
@@ -76,6 +81,63 @@ def test_the_ledger_closes_every_iteration(run: Finished) -> None:
     for line in read_lines(run.folder / "ledger.jsonl"):
         out = sum(line["dropped"].values()) + sum(line["refused"].values())
         assert line["sampled"] == 32 == line["trained"] + out
+        assert (line["prompts"], line["rounds"]) == (8, 1)
+        assert line["joined"] == {"duplicates": 0, "late": 0}
+        folder = run.folder / "experience" / f"iter_{line['iteration']:06d}"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert line["experience_hash"] == manifest["experience_hash"]
+
+
+def test_every_version_is_told_from_both_sides(run: Finished) -> None:
+    """The generator's own parameters at the last hand-over are the exported files', bit for bit."""
+    versions = Versions.read(run.folder)
+    journal = read_lines(run.folder / "journal.jsonl")
+    ready = [line for line in journal if line["state"] == "ROLLOUT_READY"]
+    assert [(one.id, one.iteration) for one in versions.loaded] == [
+        (line["version"], line["iteration"]) for line in ready
+    ]
+    for loaded, line in zip(versions.loaded, ready, strict=True):
+        assert (loaded.side, loaded.replicas) == ("rollout", 2)
+        assert loaded.manifest == versions.resolve(line["version"]).manifest
+        assert line["weight_manifest_hash"] == loaded.manifest.hash and line["verified"]
+    assert versions.loaded[-1].manifest.hash == _manifest_hash(run.folder / "hf")
+    assert {line["version"] for line in journal} == versions.committed.keys()
+
+
+def test_every_update_is_recorded_once(run: Finished) -> None:
+    updates, torn = read_updates(run.folder)
+    assert not torn and [update.iteration for update in updates] == [0, 1, 2]
+    journal = read_lines(run.folder / "journal.jsonl")
+    begun = [line for line in journal if line["state"] == "UPDATING_FROM"]
+    committed = [line["version"] for line in journal if line["state"] == "ACTOR_COMMITTED"]
+    for update, line, row in zip(updates, begun, run.rows, strict=True):
+        folder = run.folder / "experience" / f"iter_{update.iteration:06d}"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["experience_hash"] == update.experience_hash == line["experience_hash"]
+        derived_hash = "blake3:" + blake3((folder / "derived.json").read_bytes()).hexdigest()
+        assert derived_hash == update.derived_hash == line["derived_hash"]
+        assert update.from_version == line["version"] == committed[update.iteration]
+        assert update.to_version == committed[update.iteration + 1]
+        assert [step.minibatch for step in update.steps] == [0, 1]
+        assert all(step.stepped and step.skipped_reason is None for step in update.steps)
+        for key in ("loss", "grad_norm"):
+            mean = sum(getattr(step, key) for step in update.steps) / 2
+            assert mean == pytest.approx(row[f"update/{key}"], rel=1e-12)
+        trained = sum(step.sequences for step in update.steps)
+        assert 0 < trained <= row["groups/samples_trained"]
+
+
+def test_a_later_process_knows_what_was_trained_on(run: Finished) -> None:
+    consumed = Consumed.read(run.folder)
+    for update in read_updates(run.folder)[0]:
+        with pytest.raises(AlreadyTrained, match=f"iteration {update.iteration} did already"):
+            consumed.use(update.experience_hash, Use(3, "in this process"))
+
+
+def test_the_run_keeps_its_tokenizer(run: Finished, data: Path) -> None:
+    kept = Tokens.load(run.folder / "tokenizer")
+    assert kept.hash == Tokens.load(data / "model").hash
+    assert read_lines(run.folder / "versions.jsonl")[0]["tokenizer_hash"] == kept.hash
 
 
 def test_the_export_is_the_last_committed_version_and_transformers_loads_it(
@@ -152,6 +214,6 @@ def test_reward_rises(data: Path, tmp_path: Path) -> None:
     # A reference is loaded for the KL term: the model it started from, under a version of its own.
     assert learned.rows[-1]["policy/kl"] > learned.rows[0]["policy/kl"] > 0
     versions = read_lines(learned.folder / "versions.jsonl")
-    (reference,) = [version for version in versions if version["role"] == "reference"]
+    (reference,) = [version for version in versions if version.get("role") == "reference"]
     assert reference["weight_manifest_hash"] == versions[0]["weight_manifest_hash"]
     assert reference["id"] != versions[0]["id"]

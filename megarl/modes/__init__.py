@@ -1,0 +1,1 @@
+"""Launches besides the whole loop: one part of it alone, or sealed iterations once more."""

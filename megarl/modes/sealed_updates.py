@@ -1,0 +1,224 @@
+"""From sealed facts to an update, in the layout at hand: nothing is generated or scored.
+
+The plan (which rows train, in which minibatch and pack) is made anew from the sealed table: it
+depends on the recipe, and its packs on the layout. Old and reference log-probs are the sealed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.contracts.records import Experience
+from megarl.contracts.tokens import Tokens
+from megarl.data.packing import ragged_index
+from megarl.data.prepare import Parity, Prepared, prepare
+from megarl.data.table import SampleTable
+from megarl.experience.load import SealedIteration, load_iteration
+from megarl.experience.tokenizer import check_same_contract
+from megarl.experience.versions import Versions
+from megarl.modes.launch import Source
+from megarl.recipe import Recipe
+from megarl.reshard.families.spec import ModelSpec
+from megarl.rollout.account import Drawn
+from megarl.rollout.groups import IterationPlan, plan_iteration
+from megarl.world import World
+
+if TYPE_CHECKING:  # what is sealed can be read without megatron, whose import takes seconds
+    from megarl.models.roles import Actor
+
+NOT_MEASURED = Parity(0.0, 0.0, 0, "nothing was generated")
+"""Parity is between a trainer and a generator: here there is none."""
+
+
+class OtherModel(ValueError):
+    """Sealed experience of another model or sampling than the recipe's; one line."""
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """One sealed iteration, made ready for an update on this rank."""
+
+    source: Source
+    iteration: SealedIteration
+    table: SampleTable
+    plan: IterationPlan
+    prepared: Prepared
+    """This rank's rows; old and reference log-probs are the constants that the update gets."""
+    experience: Experience
+    gap_max: float
+    """Largest |log-prob of the weights at hand − sealed old log-prob| of an action token, nats."""
+    gap_mean: float
+    from_rollout: int
+    """Action tokens whose constant is the generator's log-prob, since their row was sealed without
+    an old one: it did not train then, and does under this recipe."""
+
+    @property
+    def same_choice(self) -> bool | None:
+        """Whether the plan trains the rows that trained then, in the same minibatches; None where
+        no choice was sealed."""
+        derived = self.iteration.derived
+        if derived is None:
+            return None
+        return np.array_equal(derived.minibatch, self.plan.minibatch)
+
+
+def table_of(iteration: SealedIteration) -> SampleTable:
+    """The sealed samples and scores as the table that plans are made from."""
+    samples = iteration.samples
+    prefix = np.concatenate([[0], np.cumsum(samples.action_mask)])
+    return SampleTable(
+        draw_index=samples.draw_index,
+        candidate=samples.candidate,
+        prompt_length=samples.prompt_lengths,
+        response_length=samples.response_lengths,
+        actions=np.diff(prefix[samples.response_offsets]),
+        end_reason=samples.end_reason,
+        replica=np.zeros(len(samples), dtype=np.int32),
+        started=samples.started,
+        finished=samples.finished,
+        scores=iteration.scores,
+        version_id=samples.version_id,
+    )
+
+
+def load_source(source: Source, recipe: Recipe, tokens: Tokens, spec: ModelSpec) -> SealedIteration:
+    """The sealed facts, every hash checked, of this recipe's model.
+
+    Raises `SealError`, `VersionsError`, `TokensError` for another tokenizer, and `OtherModel` where
+    model config, temperature or group size are not those of the recipe.
+    """
+    iteration = load_iteration(source.run, source.iteration)
+    header = iteration.manifest.header
+    producer = Versions.read(source.run).resolve(header.producers["old"]).version
+    check_same_contract(header, tokens, source.run)
+    sampling, rollout = header.sampling, recipe.rollout
+    for what, mine, sealed, change in (
+        ("model config", spec.config_hash, producer.model_config_hash, "set model.path to it"),
+        (
+            "rollout.temperature",
+            rollout.temperature,
+            sampling.temperature,
+            f"set rollout.temperature={sampling.temperature}",
+        ),
+        (
+            "rollout.group_size",
+            rollout.group_size,
+            sampling.n,
+            f"set rollout.group_size={sampling.n}",
+        ),
+    ):
+        if mine != sealed:
+            raise OtherModel(
+                f"{iteration.folder}: sealed with {what} {sealed}, the recipe has {mine}; {change}"
+            )
+    return iteration
+
+
+def reload(
+    world: World, recipe: Recipe, source: Source, iteration: SealedIteration, actor: Actor
+) -> Reloaded:
+    """Collective; `iteration` is the same on every rank.
+
+    Raises `OtherModel` on every rank where a KL term needs reference log-probs that were not
+    sealed.
+    """
+    table = table_of(iteration)
+    plan = plan_iteration(
+        table,
+        recipe,
+        world.mesh.dp,
+        invalid=table.invalid,
+        drawn=_drawn(iteration),
+        even_length=actor.spec.even_length,
+    )
+    needs_ref = recipe.algorithm.kl.beta > 0
+    _check_reference(iteration, plan, needs_ref)
+    samples = iteration.samples
+    own = np.flatnonzero(plan.update.owner == world.dp_index)
+    tokens = ragged_index(samples.response_offsets, own)
+    sealed_old = iteration.old_log_probs[tokens]
+    rollout = samples.rollout_log_probs[tokens]
+    ref = iteration.ref_log_probs[tokens] if needs_ref else None
+    now = prepare(
+        samples.select(own),
+        plan.update.local_packs(world.dp_index),
+        actor,
+        None,
+        world.device,
+        one_length=world.mesh.pp > 1,
+    )
+    unsealed = np.isnan(sealed_old)
+    old = np.where(unsealed, rollout, sealed_old)
+    prepared = replace(now, old_log_probs=old, ref_log_probs=ref)
+    action = now.samples.action_mask
+    gap = np.where(action, np.abs(now.old_log_probs.astype(np.float64) - old), 0.0)
+    sums = world.totals(
+        {
+            "gap": float(gap.sum()),
+            "tokens": float(action.sum()),
+            "unsealed": float((unsealed & action).sum()),
+        },
+        counted=world.leads_owners,
+    )
+    return Reloaded(
+        source=source,
+        iteration=iteration,
+        table=table,
+        plan=plan,
+        prepared=prepared,
+        experience=Experience(
+            samples=prepared.samples,
+            scores=iteration.scores.select(own),
+            old_log_probs=old,
+            ref_log_probs=ref,
+            values=None,
+            producers=dict(iteration.manifest.header.producers),
+            hash=iteration.manifest.experience_hash,
+        ),
+        gap_max=world.maximum(float(gap.max()) if len(gap) else 0.0),
+        gap_mean=sums["gap"] / sums["tokens"] if sums["tokens"] else 0.0,
+        from_rollout=int(sums["unsealed"]),
+    )
+
+
+def _drawn(iteration: SealedIteration) -> Drawn:
+    """No round of this run; what was lost then was lost before sealing."""
+    prompts = iteration.prompts
+    lost = len(prompts) * iteration.manifest.header.sampling.n - len(iteration.samples)
+    sources = tuple(prompt["source"] for prompt in prompts)
+    return Drawn(sources, rounds=0, lost={"before_sealing": lost} if lost else {})
+
+
+def _check_reference(iteration: SealedIteration, plan: IterationPlan, needed: bool) -> None:
+    """On the global plan, so that every rank raises or none does."""
+    if not needed:
+        return
+    ref, rows = iteration.ref_log_probs, np.flatnonzero(plan.update.packed)
+    if ref is None:
+        what = "no reference log-probs are sealed"
+    else:
+        without = [
+            int(row)
+            for row in rows
+            if np.isnan(
+                ref[ragged_index(iteration.samples.response_offsets, rows[rows == row])]
+            ).any()
+        ]
+        if not without:
+            return
+        what = f"{iteration.sample_id(without[0])} was sealed without reference log-probs"
+    raise OtherModel(
+        f"{iteration.folder}: algorithm.kl.beta is above 0, but {what}; set algorithm.kl.beta=0, "
+        "or collect with `--only rollout` and algorithm.kl.beta above 0"
+    )
+
+
+def same_run(sources: Sequence[Source]) -> Path:
+    """The one run of all sources."""
+    (run,) = {source.run for source in sources}
+    return run
