@@ -201,6 +201,7 @@ def test_trl_gets_the_torch_of_this_environment(monkeypatch) -> None:
 
 def _forced() -> list[tuple[int, set[int]]]:
     from megarl.contracts.samples import SamplingContract
+    from megarl.data import guards
     from megarl.rollout import scheduler
     from megarl.rollout.requests import Request
     from tools.bench.peer import forced
@@ -214,7 +215,7 @@ def _forced() -> list[tuple[int, set[int]]]:
         dtype="float32",
         attention_backend="auto",
     )
-    stock = scheduler.engine_request
+    stock, guard = scheduler.engine_request, guards.check_ends
     try:
         forced.force([3, 1, 4, 2])
         made = [
@@ -223,7 +224,7 @@ def _forced() -> list[tuple[int, set[int]]]:
             for candidate in range(2)
         ]
     finally:
-        scheduler.engine_request = stock
+        scheduler.engine_request, guards.check_ends = stock, guard
     parameters = [request.sampling_params for request in made]
     return [(one.max_new_tokens, set(one.stop_token_ids or ())) for one in parameters]
 
