@@ -62,6 +62,8 @@ class Terms:
     surrogate: float
     kl: float | None
     """β Σ w KL; None where log-probs of a token are not sealed."""
+    scale: float
+    """Σ w |advantage|: the surrogate's, were all advantages of one sign."""
 
 
 def recompute(sealed: SealedIteration, recipe: Recipe, scores: Scores | None = None) -> Recomputed:
@@ -206,5 +208,6 @@ def terms(sealed: SealedIteration, again: Recomputed, recipe: Recipe) -> list[Te
             known = kl is not None and not np.isnan(kl[tokens][active]).any()
             sums = float((weights.numpy()[active] * kl[tokens][active]).sum()) if known else None
             term = None if sums is None else algorithm.kl.beta * sums
-        result.append(Terms(float(surrogate), term))
+        scale = float((weights * advantages.abs()).nansum())
+        result.append(Terms(float(surrogate), term, scale))
     return result

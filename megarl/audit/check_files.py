@@ -5,23 +5,37 @@ Iteration checks take an `IterationView`, run checks a `RunView`; each yields wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RunView
 from megarl.contracts.hashes import bytes_hash, file_hash
-from megarl.experience.columns import Part, SealError, read_columns, read_lines, read_part
+from megarl.experience.columns import (
+    UNFINISHED,
+    Part,
+    SealError,
+    read_columns,
+    read_lines,
+    read_part,
+)
 from megarl.experience.manifest import (
     DERIVED_FILE,
     FOLDER,
+    LOCK_FILE,
     MANIFEST_FILE,
     is_kept,
     iteration_folder,
+    iteration_folders,
     read_manifest,
 )
 from megarl.experience.source import SOURCE_FILE
 
+_WRITTEN_BEFORE_DERIVED = re.compile(
+    rf"(derived_\d+\.safetensors|selection\.safetensors|derived\.json)({re.escape(UNFINISHED)})?"
+)
+"""What a run that ends in an update may leave without a list of it: `derived.json` comes last."""
 LISTS = {"prompts"}
 """Kinds of parts that are JSON lines; the others are columns."""
 
@@ -59,21 +73,22 @@ def manifest(view: IterationView) -> Iterator[Found]:
 
 def parts(view: IterationView) -> Iterator[Found]:
     """Every listed part is there and has the bytes, rows and content that were sealed."""
-    listed = list(view.manifest.parts)
+    listed, unlisted = list(view.manifest.parts), view.ended_in_update
     for part in listed:
         yield from _part(view, part)
     try:
         derived = view.derived
     except SealError as error:
         yield Found(view.file(DERIVED_FILE), told_by(error))
-        derived = None
+        derived, unlisted = None, True
     if derived is not None:
         for part in derived["parts"]:
             yield from _part(view, part)
         listed += derived["parts"]
     known = {part.file for part in listed} | {MANIFEST_FILE, DERIVED_FILE, SOURCE_FILE}
     for path in sorted(view.folder.iterdir()):
-        if path.name not in known:
+        without_list = unlisted and _WRITTEN_BEFORE_DERIVED.fullmatch(path.name)
+        if path.name not in known and not without_list:
             yield Found(view.file(path.name), "no manifest lists it")
 
 
@@ -105,7 +120,10 @@ def anchors(view: IterationView) -> Iterator[Found]:
             if line["experience_hash"] != sealed:
                 what = f"names experience {line['experience_hash']}, sealed is {sealed}"
                 yield Found(line.where, what, field="experience_hash")
-    derived = view.derived
+    try:
+        derived = view.derived
+    except SealError:  # `parts` tells it
+        return
     if derived is None:
         if number in run.trained:
             yield Found(view.file(DERIVED_FILE), "is missing, though the iteration trained")
@@ -181,7 +199,8 @@ def chain(run: RunView) -> Iterator[Found]:
             read = read_manifest(folder)
         except SealError:
             # `manifest` tells it; what it was called before it was changed, nobody knows.
-            hashes[number] = file_hash(folder / MANIFEST_FILE)
+            if (folder / MANIFEST_FILE).is_file():
+                hashes[number] = file_hash(folder / MANIFEST_FILE)
             continue
         file = f"{FOLDER}/{folder.name}/{MANIFEST_FILE}"
         hashes[number] = read.hash
@@ -213,6 +232,17 @@ def retention(run: RunView) -> Iterator[Found]:
         open_end = not run.is_finished and number > max(sealed, default=-1)
         if number not in sealed and not open_end and not run.only_scores:
             yield Found(_name(number), "the journal never sealed this iteration")
+
+
+def strays(run: RunView) -> Iterator[Found]:
+    """Nothing lies in experience/ but iterations under their own names."""
+    places = {path.name for _, path in iteration_folders(run.folder) if path.is_dir()}
+    folder = run.folder / FOLDER
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name not in places | {LOCK_FILE}:
+            yield Found(f"{FOLDER}/{path.name}", "is no iteration's folder: nothing reads it")
 
 
 def _name(number: int) -> str:

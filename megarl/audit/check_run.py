@@ -18,9 +18,10 @@ from megarl.contracts.states import (
 )
 from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import SealError
-from megarl.experience.manifest import MANIFEST_FILE
+from megarl.experience.manifest import MANIFEST_FILE, fault
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
 from megarl.recipe import RecipeError
+from megarl.run_folder import REPLAY_FILE
 
 LAST_STATES = (State.UPDATING_FROM, State.EXPERIENCE_SEALED)
 """What an iteration's commit follows; a run that only collects has no update."""
@@ -30,7 +31,9 @@ CLOCK_TOLERANCE_SECONDS = 1.0
 
 def records(run: RunView) -> Iterator[Found]:
     """Every line of every log can be read and has its fields."""
-    for log in (run.journal, run.versions, run.updates, run.ledger):
+    logs = (run.journal, run.versions, run.updates, run.ledger)
+    # Of a replay, or of scores alone, nothing but the experience and its logs is of use.
+    for log in logs if run.is_replay or run.only_scores else (*logs, run.metrics):
         for number, what in log.problems:
             yield Found(f"{log.file}:{number}" if number else log.file, what)
         if log.torn and run.is_finished:
@@ -49,8 +52,12 @@ def journal(run: RunView) -> Iterator[Found]:
     """A legal walk through the states, one whole cycle after another, each with its evidence."""
     table = transitions_of(run)
     walk, cycles = Journal(None, table), Cycles()
+    before: Line | None = None
     for line in run.journal:
         version = run.policy_versions.get(line["version"])
+        if before is not None and before.told == line.told:
+            yield Found(line.where, f"is {before.where} again, at the same time", field="state")
+        before = line
         try:
             state = State(line["state"])
         except ValueError:
@@ -71,9 +78,9 @@ def journal(run: RunView) -> Iterator[Found]:
             yield Found(line.where, str(error), field="state")
             walk.state, walk.iteration, walk.version = state, line["iteration"], version
         yield from cycles.follow(state, line)
-    ended = walk.state is State.ACTOR_COMMITTED or run.only_scores
-    if run.is_finished and not ended:
-        yield Found(run.journal.file, f"ends at {walk.state}, though the run finished")
+    last = "no state" if before is None else before["state"]
+    if run.is_finished and last != State.ACTOR_COMMITTED and not run.only_scores:
+        yield Found(run.journal.file, f"ends at {last}, though the run finished")
 
 
 def transitions_of(run: RunView) -> Mapping[State, frozenset[State]]:
@@ -128,8 +135,11 @@ def finished(run: RunView) -> Iterator[Found]:
     try:
         told = json.loads((run.folder / FINISHED_FILE).read_text(encoding="utf-8"))
         named, hash_, count = told["version"], told["weight_manifest_hash"], told["iterations"]
-    except (ValueError, KeyError, TypeError) as error:
-        yield Found(FINISHED_FILE, f"cannot be read: {error!r}")
+    except OSError as error:
+        yield Found(FINISHED_FILE, f"cannot be read: {error.strerror}")
+        return
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        yield Found(FINISHED_FILE, f"does not say how the run ended: {fault(error)}")
         return
     commits = [line for line in run.journal if line["state"] == "ACTOR_COMMITTED"]
     if commits:
@@ -181,6 +191,8 @@ def unfinished(run: RunView) -> str | None:
     if run.is_finished:
         return None
     lines = run.journal.lines
+    if run.is_replay:
+        return f"a replay of another run's updates ({REPLAY_FILE}): {len(run.trained)} were redone"
     if not lines:
         return "the run never came to its first version"
     last = lines[-1]

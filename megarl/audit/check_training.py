@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megarl.audit.again import differences
 from megarl.audit.findings import Found
 from megarl.audit.logs import Line
+from megarl.audit.losses import FirstLoss, first_loss
 from megarl.audit.view import IterationView
 from megarl.rollout.account import Drawn
 
@@ -68,6 +69,16 @@ def _account(view: IterationView, line: Line) -> dict:
     longest = view.run.recipe.rollout.max_response_tokens
     lengths = sealed.samples.response_lengths
     return plan.account | drawn.account(plan.selection, lengths, longest)
+
+
+def first_losses(view: IterationView) -> Iterator[Found]:
+    """The loss of an iteration's first step, whose ratios are 1, is what the facts give."""
+    rows = [line.told for line in view.run.metrics.of(view.number)[:1]]
+    for line in view.run.updates.of(view.number)[:1]:
+        metrics = rows[0] if rows else {}
+        loss = first_loss(view.sealed, view.again, view.run.recipe, line.told, metrics)
+        if isinstance(loss, FirstLoss) and not loss.agrees:
+            yield Found(line.where, str(loss), field="steps.loss")
 
 
 def denominators(view: IterationView) -> Iterator[Found]:

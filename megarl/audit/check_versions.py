@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.audit.findings import Found
 from megarl.audit.logs import Line
 from megarl.audit.view import IterationView, RunView, tensors_of, version_of
+from megarl.contracts.states import State
 from megarl.contracts.version import WeightManifest
-from megarl.experience.manifest import MANIFEST_FILE
+from megarl.experience.manifest import MANIFEST_FILE, fault
+from megarl.experience.versions import LOADED, VERSION
 
+_ENTERED = {VERSION: State.ACTOR_COMMITTED, LOADED: State.ROLLOUT_READY}
+"""The state that follows a line of versions.jsonl, by its kind."""
 MOST_TENSORS = 4
 """Tensors of one version that are told one by one."""
 
@@ -25,7 +30,7 @@ def versions(run: RunView) -> Iterator[Found]:
         try:
             version, tensors = version_of(line.told), tensors_of(line.told)
         except (KeyError, TypeError, ValueError) as error:
-            yield Found(line.where, f"describes no version: {error!r}")
+            yield Found(line.where, f"describes no version: {fault(error)}")
             continue
         if version.id != line["id"]:
             yield Found(line.where, f"id {line['id']} is not that of its fields", field="id")
@@ -80,7 +85,7 @@ def digests(run: RunView) -> Iterator[Found]:
         try:
             tensors = tensors_of(line.told)
         except (TypeError, ValueError) as error:
-            yield Found(line.where, f"its tensors cannot be read: {error}", field="tensors")
+            yield Found(line.where, f"its tensors cannot be read: {fault(error)}", field="tensors")
             continue
         if line["kind"] == "version":
             committed[line["id"]] = (line, tensors)
@@ -104,6 +109,28 @@ def digests(run: RunView) -> Iterator[Found]:
         if ready and line["version"] not in loaded:
             what = f"version {line['version']} was verified, but no loaded digests are recorded"
             yield Found(line.where, what, field="verified")
+
+
+def handovers(run: RunView) -> Iterator[Found]:
+    """No version is told more often than the journal committed it, and none more often loaded than
+    the generator was ready with it. A run that ended between the two has told one more."""
+    if run.only_scores:
+        return
+    told: Counter[tuple[str, str]] = Counter()
+    entered = Counter((line["state"], line["version"]) for line in run.journal)
+    starts = 1 + sum(line["state"] == State.FAILED for line in run.journal)
+    last = run.versions.lines[-1] if run.versions.lines else None
+    for line in run.versions:
+        state = _ENTERED.get(line["kind"])
+        if state is None:
+            yield Found(line.where, f"{line['kind']} is no kind of line", field="kind")
+            continue
+        told[state, line["id"]] += 1
+        known = starts if line.told.get("role") == "reference" else entered[state, line["id"]]
+        open_end = line is last and not run.is_finished
+        if told[state, line["id"]] > known + open_end:
+            what = f"tells version {line['id']} once more than {run.journal.file} has {state} of it"
+            yield Found(line.where, what, field="id")
 
 
 def updates(run: RunView) -> Iterator[Found]:

@@ -38,7 +38,8 @@ examples:
 
 With a tolerance, floats within it (absolute) count as equal, and weights are not compared.
 
-exit codes: 0 no difference in what both have; 1 they part, or a sealed file is damaged;
+exit codes: 0 no difference in what both have; 1 they part, have nothing in common that could be
+compared, or a sealed file is damaged;
 2 not two runs
 """
 
@@ -52,6 +53,8 @@ class Parting:
     recipe: dict[str, tuple[Any, Any]]
     compared: list[int] = field(default_factory=list)
     """Iterations whose sealed experience both runs have, as far as was compared."""
+    updates: list[int] = field(default_factory=list)
+    """Iterations whose update both have, likewise."""
     iteration: int | None = None
     stage: str | None = None
     """Where the runs part; None where they do not."""
@@ -59,12 +62,23 @@ class Parting:
     """Every field of that stage that differs, the first one first."""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def nothing(self) -> bool:
+        """There was nothing to compare."""
+        return self.stage is None and not (self.compared or self.updates)
+
 
 def compare_runs(
     a: RunView, b: RunView, tolerance: float, progress: Callable[[str], None] = lambda told: None
 ) -> Parting:
     """Raises `SealError` for an iteration that cannot be read, `RecipeError` likewise."""
     parting = Parting(a.folder.name, b.folder.name, dict(_recipe_differences(a, b)))
+    for run in (a, b):
+        if run.is_replay:
+            told = "its updates are compared, its experience is the other run's"
+            parting.notes.append(f"{run.folder.name} is a replay: {told}")
+        elif not run.sealed:
+            parting.notes.append(f"{run.folder.name} has no sealed iteration")
     if tolerance:
         parting.notes.append("weights are compared by digest, which knows no tolerance: left out")
     numbers = sorted(set(_numbers(a)) | set(_numbers(b)))
@@ -111,6 +125,8 @@ def _stages(
             yield "advantages", stages.advantages(left, right, rows, tolerance)
     elif any(kept):
         parting.notes.append(f"iteration {number}: experience is kept in one run only")
+    if all(run.updates.of(number) for run in (a, b)):
+        parting.updates.append(number)
     yield "update", stages.update(a, b, number, tolerance)
 
 
@@ -138,8 +154,12 @@ def text(parting: Parting) -> Iterator[str]:
     for key, (one, other) in parting.recipe.items():
         yield f"  {key}: {json.dumps(one)} | {json.dumps(other)}"
     yield from (f"note: {note}" for note in parting.notes)
+    if parting.nothing:
+        yield "nothing to compare: no iteration is sealed, and no update recorded, in both runs"
+        return
     if parting.stage is None:
-        yield f"no difference in {len(parting.compared)} iterations"
+        counts = f"{len(parting.compared)} iterations and {len(parting.updates)} updates"
+        yield f"no difference in {counts}"
         return
     first = parting.fields[0]
     place = [f"iteration {parting.iteration}", parting.stage]
@@ -161,9 +181,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="RUN_A", help="a run's folder")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="another one's")
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="absolute, for floats (default: exact)"
+        "--tolerance", type=_tolerance, default=0.0, help="absolute, for floats (default: exact)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _tolerance(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{value!r} is no number of 0 or more")
+    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -171,11 +201,11 @@ def run(arguments: argparse.Namespace) -> int:
     runs = (open_run(arguments.a), open_run(arguments.b))
     parting = compare_runs(*runs, arguments.tolerance, Progress())
     if arguments.json:
-        print(json.dumps(_plain(asdict(parting))))
+        print(json.dumps(_plain(asdict(parting) | {"nothing": parting.nothing})))
     else:
         for line in text(parting):
             print(line)
-    return 0 if parting.stage is None else 1
+    return 0 if parting.stage is None and not parting.nothing else 1
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from megarl.audit.tell import tell
 from megarl.audit.view import RunView
 from megarl.experience.columns import SealError
 from megarl.experience.load import SealedIteration
+from megarl.observe.output import prepare_output
 from megarl.observe.runfolder import NotARun
 from megarl.recipe import RecipeError
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the story; returns the exit code."""
-    text.prepare_output()
+    prepare_output()
     try:
         source = open_sealed(arguments.folder)
         sealed, row = locate(source, arguments)

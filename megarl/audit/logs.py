@@ -12,6 +12,7 @@ from typing import Any
 from megarl.contracts.states import JOURNAL_FILE
 from megarl.experience.updates import UPDATES_FILE
 from megarl.experience.versions import VERSIONS_FILE
+from megarl.observe.metrics import METRICS_FILE
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -44,6 +45,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "refused": dict,
         "lost": int,
     },
+    METRICS_FILE: {"iteration": int},
 }
 """Of each log, the fields that every line has, with their JSON types."""
 
@@ -114,7 +116,7 @@ def read_log(folder: Path, file: str) -> Log:
 def _parse(body: str, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     try:
         told = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}, "is not JSON"
     if not isinstance(told, dict):
         return {}, "is no JSON object"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -157,8 +158,24 @@ _SHORT = {
 }
 
 
+_LEFT_OUT = ("reward_min", "reward_max", "groups_equal", "length_max", "unscored", "gap_max")
+_LEFT_OUT += ("truncated", "groups", "length_mean")
+"""Columns that a narrow terminal can do without, in this order."""
+
+
 def print_statistics(lines: Sequence[dict[str, Any]]) -> None:
-    """One line an iteration; the last column is the largest |old − rollout| log-prob."""
-    heads = [_SHORT.get(name, name) for name in lines[0]]
-    cells = [heads, *([number(value, 4) for value in line.values()] for line in lines)]
-    print("\n".join(text.table(cells)))
+    """One line an iteration; the last column is the largest |old − rollout| log-prob. Columns that
+    a narrow terminal has no room for are left out, and named."""
+    left_out: list[str] = []
+    room = text.width() if text.has_width() else sys.maxsize
+    while True:
+        names = [name for name in lines[0] if name not in left_out]
+        heads = [_SHORT.get(name, name) for name in names]
+        told = text.table([heads, *([number(line[name], 4) for name in names] for line in lines)])
+        if len(told[0]) <= room or len(left_out) == len(_LEFT_OUT):
+            break
+        left_out.append(_LEFT_OUT[len(left_out)])
+    print("\n".join(told))
+    if left_out:
+        words = ", ".join(_SHORT.get(name, name) for name in left_out)
+        print("\n".join(textwrap.wrap(f"no room for {words}; --json has them", room)))

@@ -22,12 +22,14 @@ from megarl.audit.again import (
     terms,
     token_kl,
 )
+from megarl.audit.losses import TOLERANCE, FirstLoss, first_loss
 from megarl.audit.source import open_sealed, updates_of
 from megarl.audit.view import RunView
 from megarl.audit.whatif import Refused, check_recomputable, told
 from megarl.experience.columns import SealError, write_columns
 from megarl.experience.load import SealedIteration
 from megarl.experience.store import FOLDER
+from megarl.observe.output import prepare_output
 from megarl.observe.runfolder import RECIPE_FILE, NotARun
 from megarl.recipe import Recipe, RecipeError, load_recipe
 
@@ -46,7 +48,8 @@ examples:
   python tools/audit.py recompute runs/kl algorithm.kl.beta=0.01 algorithm.kl.estimator=k2
   python tools/audit.py recompute runs/quickstart-s1 algorithm.zero_variance=keep --out new.safetensors
 
-The loss terms are those at ratio 1, where every iteration's first minibatch really is.
+The loss terms are those at ratio 1, where every iteration's first minibatch really is. Its loss is
+held against the recorded one, within {TOLERANCE:g} of the mean |advantage|: the trainer sums in float32.
 
 exit codes: 0 equal, or told what would change; 1 something differs, or a sealed file is damaged;
 2 no such run, iteration or key, or one that cannot be recomputed
@@ -63,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; returns the exit code."""
-    text.prepare_output()
+    prepare_output()
     try:
         job = _job(arguments)
         results = [_iteration(job, number) for number in job.iterations]
@@ -104,6 +107,8 @@ class Result:
     old: dict[str, Any]
     new: dict[str, Any]
     first_loss: dict[str, float] | None
+    """None where it is not compared; `loss_not_compared` says why."""
+    loss_not_compared: str | None
     changed: int
     """Samples whose verdict, minibatch or advantage is another."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
@@ -138,6 +143,7 @@ def _iteration(job: Job, number: int) -> Result:
     problems: list[Difference] = []
     if sealed.derived is not None:
         problems = list(differences(sealed, again))
+    loss = _first_loss(job, sealed, again)
     new, scores = again, None
     if job.changes:
         if job.other.reward != job.recipe.reward:
@@ -145,11 +151,12 @@ def _iteration(job: Job, number: int) -> Result:
         new = recompute(sealed, job.other, scores)
     return Result(
         iteration=number,
-        problems=[str(problem) for problem in problems],
+        problems=[str(problem) for problem in problems] + _wrong_loss(loss),
         compared=sealed.derived is not None,
         old=_numbers(sealed, again, job.recipe),
         new=_numbers(sealed, new, job.other),
-        first_loss=_first_loss(job, sealed, again),
+        first_loss=asdict(loss) if isinstance(loss, FirstLoss) else None,
+        loss_not_compared=loss if isinstance(loss, str) else None,
         changed=_changed(again, new),
         columns=_columns(sealed, new, job.other) if job.keeps_columns else {},
     )
@@ -180,17 +187,18 @@ def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _first_loss(job: Job, sealed: SealedIteration, again: Recomputed) -> dict[str, float] | None:
-    """The first step's loss as the run recorded it and as it is recomputed, where both are known:
-    its ratios are exactly 1, and no entropy bonus is in it."""
-    lines = updates_of(job.source, sealed.manifest.header.iteration)
-    parts = terms(sealed, again, job.recipe)
-    if not lines or parts[0] is None or job.recipe.algorithm.entropy_coefficient:
-        return None
-    recorded = [step.get("loss") for step in lines[0]["steps"] if step["minibatch"] == 0]
-    if not recorded or recorded[0] is None or parts[0].kl is None:
-        return None
-    return {"recorded": recorded[0], "recomputed": parts[0].surrogate + parts[0].kl}
+def _first_loss(job: Job, sealed: SealedIteration, again: Recomputed) -> FirstLoss | str:
+    """The first step's loss as the run recorded it and as it is recomputed, or why not."""
+    number = sealed.manifest.header.iteration
+    lines = updates_of(job.source, number)
+    if not lines:
+        return "no update is recorded"
+    rows = [line.told for line in job.source.metrics.of(number)[:1]]
+    return first_loss(sealed, again, job.recipe, lines[0], rows[0] if rows else {})
+
+
+def _wrong_loss(loss: FirstLoss | str) -> list[str]:
+    return [] if isinstance(loss, str) or loss.agrees else [str(loss)]
 
 
 def _changed(old: Recomputed, new: Recomputed) -> int:
@@ -257,10 +265,14 @@ def _as_trained(job: Job, results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         for problem in result.problems:
             yield f"iteration {result.iteration}: {problem}"
+    trained = [result for result in results if result.compared]
+    for reason in sorted({result.loss_not_compared for result in trained} - {None}):
+        numbers = [r.iteration for r in trained if r.loss_not_compared == reason]
+        yield f"first loss of iterations {text.ranges(numbers)} not compared: {reason}"
     equal = sum(result.compared and not result.problems for result in results)
     yield (
         f"{equal} of {len(results)} iterations: verdicts, minibatches and advantages are bit-equal "
-        "to what was trained on"
+        "to what was trained on, and no first loss contradicts its record"
     )
 
 

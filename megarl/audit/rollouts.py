@@ -15,6 +15,7 @@ from megarl.audit.view import RunView
 from megarl.contracts.records import STATUSES
 from megarl.contracts.samples import End, EndReason
 from megarl.experience.columns import SealError
+from megarl.observe.output import close_output, prepare_output
 from megarl.observe.runfolder import NotARun
 from megarl.recipe import RecipeError
 from megarl.rollout.selection import VERDICTS
@@ -100,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: shown, 1: a sealed file is damaged, 2: wrong arguments or not a run."""
     arguments = parser().parse_args(argv)
-    text.prepare_output()
+    prepare_output()
     try:
         show(arguments)
         sys.stdout.flush()
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"show_rollouts: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        text.close_output()
+        close_output()
     except KeyboardInterrupt:
         return 130
     return 0

@@ -51,23 +51,16 @@ def table(cells: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line) for line in lines]
 
 
+def has_width() -> bool:
+    """Whether the output has a width of its own: a terminal's, or one that was asked for."""
+    return sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))
+
+
 def width() -> int:
     """Columns of the terminal, or `PLAIN_WIDTH` where the output is none."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+    if has_width():
         return max(NARROWEST, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
     return PLAIN_WIDTH
-
-
-def prepare_output() -> None:
-    """A character that the output's encoding lacks is escaped, not an error."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
-
-
-def close_output() -> None:
-    """The reader went away (`| head`): nothing more can be said, and that is no error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def iteration_range(text: str, known: list[int]) -> list[int]:

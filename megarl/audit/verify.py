@@ -10,181 +10,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-from megarl.audit import (
-    check_files,
-    check_run,
-    check_samples,
-    check_scores,
-    check_training,
-    check_versions,
-)
+from megarl.audit import check_files, check_outputs, check_run
+from megarl.audit.checks import COLUMNS, ITERATION_CHECKS, RUN_CHECKS
 from megarl.audit.findings import Found, Outcome, Progress, Report
+from megarl.audit.losses import not_comparable
 from megarl.audit.view import IterationView, RunView, open_run
 from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import SealError
-from megarl.experience.manifest import MANIFEST_FILE
+from megarl.experience.manifest import DERIVED_FILE, MANIFEST_FILE
 from megarl.recipe import RecipeError
 
-
-@dataclass(frozen=True, slots=True)
-class RunCheck:
-    """A check over the run as a whole; `line` says what it makes sure of."""
-
-    name: str
-    line: str
-    find: Callable[[RunView], Iterator[Found]]
-    needs_recipe: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class IterationCheck:
-    """A check over every sealed iteration; it is skipped where what it needs cannot be read."""
-
-    name: str
-    line: str
-    find: Callable[[IterationView], Iterator[Found]]
-    needs: tuple[str, ...] = ()
-    """Of `recipe`, `tokens`, `manifest`, `parts`, `columns` (sound ones), `sealed` (joined),
-    `again` (the recipe applied to them)."""
-
-
-RUN_CHECKS = (
-    RunCheck("records", "every line of every log has its fields", check_run.records),
-    RunCheck("recipe", "recipe.yaml is a whole recipe", check_run.recipe),
-    RunCheck(
-        "journal",
-        "a legal walk through the states, one whole cycle after another",
-        check_run.journal,
-    ),
-    RunCheck(
-        "versions",
-        "ids are hashes of their fields, and all that records name are here",
-        check_versions.versions,
-        needs_recipe=True,
-    ),
-    RunCheck(
-        "digests",
-        "the generator's own weights digest to what the trainer committed",
-        check_versions.digests,
-    ),
-    RunCheck(
-        "updates",
-        "steps lead from the version that generated to the next one",
-        check_versions.updates,
-        needs_recipe=True,
-    ),
-    RunCheck("once", "no experience trains twice", check_versions.once),
-    RunCheck("chain", "each manifest names the one before it", check_files.chain),
-    RunCheck(
-        "retention",
-        "only iterations are missing that the recipe lets go",
-        check_files.retention,
-        needs_recipe=True,
-    ),
-    RunCheck(
-        "tokenizer",
-        "the run's tokenizer is the one that records were made with",
-        check_run.tokenizer,
-    ),
-    RunCheck("scorer", "one scorer version scored the whole run", check_scores.scorer),
-    RunCheck("times", "the journal's clock does not jump back", check_run.clocks_of_journal),
-    RunCheck(
-        "finished", "finished.json names the last commit", check_run.finished, needs_recipe=True
-    ),
-)
-_COLUMNS = ("recipe", "manifest", "parts", "ids", "columns")
-_SEALED = (*_COLUMNS, "sealed")
-_AGAIN = (*_SEALED, "again")
-ITERATION_CHECKS = (
-    IterationCheck("manifest", "manifests lead to their own hashes", check_files.manifest),
-    IterationCheck(
-        "parts", "every file has the bytes that were sealed", check_files.parts, ("manifest",)
-    ),
-    IterationCheck(
-        "anchors",
-        "journal, ledger and updates hold the hashes of the files",
-        check_files.anchors,
-        ("manifest",),
-    ),
-    IterationCheck(
-        "origin",
-        "records are of this run, iteration, recipe and version",
-        check_files.origin,
-        ("recipe", "manifest", "parts"),
-    ),
-    IterationCheck(
-        "producers",
-        "versions of log-probs are known, in their roles",
-        check_versions.producers,
-        ("manifest",),
-    ),
-    IterationCheck(
-        "ids", "no two records have one id", check_samples.ids, ("recipe", "manifest", "parts")
-    ),
-    IterationCheck(
-        "columns",
-        "columns have their dtype, length and order",
-        check_samples.columns,
-        ("manifest", "parts", "ids"),
-    ),
-    IterationCheck(
-        "groups", "groups are whole and answer one prompt", check_samples.groups, _COLUMNS
-    ),
-    IterationCheck(
-        "tokens",
-        "ids lie in the vocabulary, lengths within limits, masks are whole",
-        check_samples.tokens,
-        (*_COLUMNS, "tokens"),
-    ),
-    IterationCheck(
-        "seeds", "every sample has its own request's seed", check_samples.seeds, _COLUMNS
-    ),
-    IterationCheck("ends", "responses end as their tokens say", check_samples.ends, _COLUMNS),
-    IterationCheck(
-        "log_probs", "log-probs are finite and not above 0", check_scores.log_probs, _COLUMNS
-    ),
-    IterationCheck(
-        "clocks",
-        "samples start, finish and are sealed in this order",
-        check_samples.clocks,
-        _COLUMNS,
-    ),
-    IterationCheck("scores", "totals follow from components", check_scores.scores, _SEALED),
-    IterationCheck(
-        "parity",
-        "trainer and generator agree within the recipe's bounds",
-        check_scores.parity,
-        _SEALED,
-    ),
-    IterationCheck(
-        "selection",
-        "verdicts and minibatches follow from the facts",
-        check_training.selection,
-        _AGAIN,
-    ),
-    IterationCheck(
-        "ledger",
-        "the ledger closes and is the account of the facts",
-        check_training.ledger_of,
-        _AGAIN,
-    ),
-    IterationCheck(
-        "denominators",
-        "updates counted their minibatches' tokens",
-        check_training.denominators,
-        _AGAIN,
-    ),
-    IterationCheck(
-        "advantages",
-        "advantages follow from the facts, bit for bit",
-        check_training.advantages,
-        _AGAIN,
-    ),
-)
 JOINS, LAST_BEFORE_JOIN = "joins", "clocks"
 
 
@@ -219,7 +57,7 @@ def _verify_iteration(
         outcome.take(check.find(view))
         if len(outcome.findings) == found:
             readable.add(check.name)
-        if check.name == LAST_BEFORE_JOIN and readable.issuperset(_COLUMNS):
+        if check.name == LAST_BEFORE_JOIN and readable.issuperset(COLUMNS):
             told = _join(view, readable)
             # What keeps rows from joining was mostly told by name already.
             outcomes[JOINS].take(told if _count(outcomes) == before else [])
@@ -272,7 +110,24 @@ def _notes(run: RunView) -> list[str]:
     if run.sources:
         told = f"{len(run.sources)} iterations are made of another run's sealed facts"
         notes.append(f"{told} (source.json): verify that run too")
+    begun = (number for number in run.sealed if run.journal_line("UPDATING_FROM", number))
+    for number in begun:
+        if run.iteration(number).ended_in_update:
+            told = f"its update had begun and was not committed; {DERIVED_FILE} was not written"
+            notes.append(f"iteration {number}: {told}")
+    if (told := check_outputs.export_note(run)) is not None:
+        notes.append(told)
+    if (told := _losses_note(run)) is not None:
+        notes.append(told)
     return notes
+
+
+def _losses_note(run: RunView) -> str | None:
+    try:
+        reason = not_comparable(run.recipe)
+    except RecipeError:  # `recipe` tells it
+        return None
+    return None if reason is None else f"first losses are not compared: {reason}"
 
 
 LINE = "every hash, id, state, version and derived number of a run is what it must be"
@@ -280,7 +135,8 @@ HELP = f"""{LINE}
 
 Checks bytes, hashes and their chain, the journal's walk, versions and their digests on both
 sides, ids, seeds, ends, clocks and rewards; and, made again from the sealed facts, verdicts,
-ledger, denominators and advantages. A finding is one line: CHECK: file: what, sample id, field.
+ledger, denominators, advantages, first losses and metrics. A finding is one line:
+CHECK: file: what, sample id, field.
 
 examples:
   python tools/audit.py verify runs/quickstart-s1

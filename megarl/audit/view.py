@@ -6,7 +6,6 @@ their good lines and their bad ones; a sealed iteration raises `SealError` where
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megarl.audit.again import Recomputed, recompute
-from megarl.audit.logs import LEDGER_FILE, Line, Log, read_log
+from megarl.audit.logs import LEDGER_FILE, METRICS_FILE, Line, Log, read_log
 from megarl.contracts.states import JOURNAL_FILE
 from megarl.contracts.tokens import Tokens
 from megarl.contracts.version import PolicyVersion, TensorEntry, WeightManifest
@@ -26,8 +25,11 @@ from megarl.experience.manifest import (
     DERIVED_FILE,
     FOLDER,
     Manifest,
+    fault,
     iteration_folder,
     iteration_folders,
+    parts_of,
+    read_json,
     read_manifest,
     sealed_iterations,
 )
@@ -37,6 +39,7 @@ from megarl.experience.updates import UPDATES_FILE
 from megarl.experience.versions import VERSION, VERSIONS_FILE
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE, NotARun
 from megarl.recipe import Recipe, load_recipe
+from megarl.run_folder import REPLAY_FILE
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,20 @@ class IterationView:
         if not path.exists():
             return None
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            told["parts"] = [Part(**part) for part in told["parts"]]
-        except (ValueError, TypeError, KeyError) as error:
-            raise SealError(f"{path}: not a list of derived parts: {error!r}") from error
-        return told
+            told, _ = read_json(path)
+            return told | {"parts": parts_of(told)}
+        except (TypeError, KeyError) as error:
+            raise SealError(f"{path}: not a list of derived parts: {fault(error)}") from error
+
+    @property
+    def ended_in_update(self) -> bool:
+        """The run ended in the middle of this iteration's update: `derived.json` is written last,
+        shortly before the commit, and neither is there. So it can be for a run's last one only."""
+        run = self.run
+        if run.is_finished or self.number in run.trained or self.number in run.sources:
+            return False
+        last = max((line["iteration"] for line in run.journal), default=None)
+        return self.number == last and not (self.folder / DERIVED_FILE).exists()
 
     @cached_property
     def sealed(self) -> SealedIteration:
@@ -145,6 +157,15 @@ class RunView:
         """The run's own copy of the tokenizer. Raises `TokensError`."""
         return Tokens.load(self.folder / TOKENIZER_FOLDER)
 
+    @cached_property
+    def metrics(self) -> Log:
+        return read_log(self.folder, METRICS_FILE)
+
+    @property
+    def is_replay(self) -> bool:
+        """It redoes updates of another run."""
+        return (self.folder / REPLAY_FILE).exists()
+
     @property
     def is_finished(self) -> bool:
         return (self.folder / FINISHED_FILE).exists()
@@ -172,10 +193,12 @@ class RunView:
 
     @cached_property
     def only_collects(self) -> bool:
-        """A finished run that updated nothing: its experience is for others to train on."""
+        """A run that updates nothing: its experience is for others to train on."""
+        states = [line["state"] for line in self.journal]
+        went_on = ("EXPERIENCE_SEALED", "ACTOR_COMMITTED") in zip(states, states[1:], strict=False)
         updates = any(line["state"] == "UPDATING_FROM" for line in self.journal)
         derived = any((path / DERIVED_FILE).exists() for _, path in iteration_folders(self.folder))
-        return self.is_finished and not (updates or derived or len(self.updates))
+        return (self.is_finished or went_on) and not (updates or derived or len(self.updates))
 
     def journal_line(self, state: str, iteration: int) -> Line | None:
         """The first line of `state` in an iteration."""

@@ -46,6 +46,7 @@ REASONS = (
     ("seed", _ROLLOUT),
     ("model", "it decides weights and log-probs, which need a new rollout and forward"),
     ("actor", f"it acts in forwards and optimizer steps, not on what is derived; {_REPLAY}"),
+    ("reward.quarantine_after", "it decides which prompts are drawn, which needs a new rollout"),
     (
         "reward",
         "it decides scores, which need the responses scored again: "

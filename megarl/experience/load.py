@@ -23,7 +23,9 @@ from megarl.experience.manifest import (
     DERIVED_FILE,
     MANIFEST_FILE,
     Manifest,
+    fault,
     iteration_folder,
+    parts_of,
     read_json,
     read_manifest,
     sealed_iterations,
@@ -192,7 +194,7 @@ def _joined(
             scores.append(parts.scores_of(read.columns, read.metadata))
             records += parts.records_of(read.columns, read.metadata)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise SealError(f"{read.path}: no samples with rewards: {error}") from error
+            raise SealError(f"{read.path}: no samples with rewards: {fault(error)}") from error
     return (
         Samples.concat(samples).select(order),
         Scores.concat(scores).select(order),
@@ -245,10 +247,10 @@ def _load_derived(
         return None
     told, _ = read_json(path)
     try:
-        listed = [Part(**part) for part in told["parts"]]
+        listed = parts_of(told)
         made_of = {name: told[name] for name in ("experience_hash", "recipe_hash")}
     except (KeyError, TypeError) as error:
-        raise SealError(f"{path}: not derived experience: {error!r}") from error
+        raise SealError(f"{path}: not derived experience: {fault(error)}") from error
     if made_of["experience_hash"] != manifest.experience_hash:
         raise SealError(f"{path}: experience_hash {made_of['experience_hash']} is another's")
     chosen = _read_kind(folder, listed, "selection", made_of)[0]

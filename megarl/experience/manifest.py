@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from megarl.contracts.hashes import bytes_hash, canonical_json, contract_hash
 from megarl.contracts.samples import SamplingContract
@@ -41,7 +41,10 @@ def sealed_iterations(run_folder: Path) -> Iterator[int]:
 def iteration_folders(run_folder: Path) -> list[tuple[int, Path]]:
     """(number, folder) of every iteration, sealed or not, by number."""
     found = ((_NAME.fullmatch(path.name), path) for path in (run_folder / FOLDER).glob("iter_*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    numbers = ((int(match[1]), path) for match, path in found if match)
+    return sorted(
+        (number, path) for number, path in numbers if path == iteration_folder(run_folder, number)
+    )
 
 
 def is_kept(iteration: int, newest: int, keep: int | None, keep_every: int) -> bool:
@@ -95,14 +98,14 @@ def read_manifest(folder: Path) -> Manifest:
             experience_hash=told["experience_hash"],
             previous=told["previous"],
             sealed_at=told["sealed_at"],
-            parts=tuple(Part(**part) for part in told["parts"]),
+            parts=tuple(parts_of(told)),
             hash=hashed,
         )
         listed = {part.file: part.content for part in manifest.parts}
         sampling_hash, found = told["sampling_hash"], experience_hash_of(told)
         contents = told["contents"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise SealError(f"{path}: not a manifest of sealed experience: {error!r}") from error
+        raise SealError(f"{path}: not a manifest of sealed experience: {fault(error)}") from error
     if len(listed) != len(manifest.parts):
         raise SealError(f"{path}: lists a part twice")
     if contents != listed:
@@ -112,6 +115,32 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.header.sampling.hash != sampling_hash:
         raise SealError(f"{path}: its sampling_hash is not that of its sampling contract")
     return manifest
+
+
+def parts_of(told: Mapping[str, Any]) -> list[Part]:
+    """The parts that a manifest or `derived.json` lists; raises `KeyError` and `TypeError`."""
+    listed, kinds = [Part(**part) for part in told["parts"]], get_type_hints(Part)
+    for part in listed:
+        for name, kind in kinds.items():
+            value = getattr(part, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"parts: {name} is {value!r}")
+    return listed
+
+
+def fault(error: Exception) -> str:
+    """Why a JSON value is not what it should be, without the interpreter's own words."""
+    match error:
+        case KeyError():
+            return f"it has no {error.args[0]!r}"
+        case IndexError():
+            return "a number in it points beyond its list"
+        case TypeError() if str(error).startswith("parts: "):
+            return str(error)
+        case TypeError() | AttributeError():
+            return "a value in it is of another kind, or a field is missing or not known"
+        case _:
+            return str(error)
 
 
 def facts_of(header: SealHeader, listed: Sequence[Part]) -> dict[str, Any]:
@@ -145,9 +174,11 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     try:
         body = path.read_bytes()
         value = json.loads(body)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise SealError(f"{path}: {error.strerror}: the iteration was never sealed") from error
-    except ValueError as error:
+    except OSError as error:
+        raise SealError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise SealError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise SealError(f"{path}: not format {FORMAT} of sealed experience")

@@ -16,8 +16,8 @@ from megarl.contracts.hashes import file_hash
 from megarl.contracts.tokens import TOKENIZER_FILES, Tokens, TokensError
 from megarl.experience.columns import UNFINISHED, sync_folder, write_whole
 from megarl.experience.store import SealHeader
+from megarl.observe.runfolder import TOKENIZER_FOLDER
 
-TOKENIZER_FOLDER = "tokenizer"
 CONFIG_FILES = ("config.json", "generation_config.json")
 """The model's, read for the number of ids and for those that end a response."""
 _CONFIG_KEYS = ("vocab_size", "bos_token_id", "eos_token_id")

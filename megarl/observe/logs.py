@@ -44,6 +44,7 @@ class Terminal:
         self.stdout = stdout
         self.stderr = stderr
         self.rank = rank
+        self.exit_code = 1
         self._reported: BaseException | None = None
 
     def report(self, error: BaseException) -> str:
@@ -123,7 +124,8 @@ def captured(log_file: Path, rank: int | None = None) -> Iterator[Terminal]:
     """Everything written to standard output and error goes to `log_file` (appended) meanwhile.
 
     `rank` defaults to torchrun's RANK. An exception is told (`Terminal.report`) and becomes
-    `SystemExit(1)`; Ctrl-C becomes `SystemExit(130)`; a SystemExit passes.
+    `SystemExit(Terminal.exit_code)`, 1 unless set; Ctrl-C becomes `SystemExit(130)`; a SystemExit
+    passes.
     """
     terminal, saved = _redirect(log_file, rank)
     try:
@@ -134,7 +136,7 @@ def captured(log_file: Path, rank: int | None = None) -> Iterator[Terminal]:
         raise SystemExit(130) from None
     except Exception as error:  # the process boundary: told in one line, traceback in the log
         terminal.report(error)
-        raise SystemExit(1) from None
+        raise SystemExit(terminal.exit_code) from None
     finally:
         _restore(terminal, saved)
 

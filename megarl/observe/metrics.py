@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -27,6 +28,11 @@ ACCURACY_SAMPLED = "eval/accuracy_sampled"
 TOKENS_PER_SECOND = "time/tokens_per_second"
 ENTROPY = "policy/entropy"
 KL = "policy/kl"
+EVALUATION_PREFIX = "eval/"
+SHOWN = frozenset({REWARD, PARITY, ENTROPY, KL})
+"""Numbers that console, summary and report show, besides times and evaluations."""
+MOST_ITERATIONS = 1 << 53
+"""Whole numbers below it are exact as floats."""
 
 
 class MetricsError(ValueError):
@@ -114,7 +120,8 @@ class MetricsWriter:
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The rows of a metrics file, and whether its last line is cut off (and left out).
 
-    Raises `MetricsError` naming file and line for a broken line that is not the last one.
+    Raises `MetricsError` naming file and line for a broken line that is not the last one, and for
+    a value that `MetricsWriter` would not have written.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     torn = lines.pop() != ""
@@ -123,12 +130,30 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
         try:
             row = json.loads(line)
             iteration = row[ITERATION]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise MetricsError(f"{path}:{number}: not a row of metrics: {line[:60]!r}") from error
+        try:
+            _check_read(row)
+        except MetricsError as error:
+            raise MetricsError(f"{path}:{number}: {error}") from error
         if rows and iteration <= rows[-1][ITERATION]:
             raise MetricsError(f"{path}:{number}: iteration {iteration} is not after the last one")
         rows.append(row)
     return rows, torn
+
+
+def _check_read(row: Mapping[str, Any]) -> None:
+    """Raises `MetricsError` for a value that no row has, or no number where one is shown."""
+    iteration = row[ITERATION]
+    if type(iteration) is not int or not 0 <= iteration < MOST_ITERATIONS:
+        raise MetricsError(f"`iteration` is {iteration!r:.60}, not a whole number >= 0")
+    for key, value in row.items():
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise MetricsError(f"metric {key!r} is out of range")
+        _plain(key, value)
+        shown = key in SHOWN or key.startswith((STAGE_PREFIX, EVALUATION_PREFIX))
+        if shown and isinstance(value, bool | str):
+            raise MetricsError(f"metric {key!r} is {value!r:.60}, not a number")
 
 
 def _plain(key: str, value: Any) -> bool | int | float | str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars from their lowest to their highest; equal ones stay low."""
-    shown = list(values)[-width:]
+    """The last `width` values as bars from their lowest to their highest; equal ones stay low.
+
+    What is not finite is left out."""
+    shown = [value for value in values if math.isfinite(value)][-width:]
     if not shown:
         return ""
     low, high = min(shown), max(shown)
@@ -21,7 +24,12 @@ def text_plot(
     series: Mapping[str, Sequence[tuple[float, float]]], *, width: int = 60, height: int = 9
 ) -> list[str]:
     """Lines of a plot of (x, y) points on common axes; `series` maps a one-character mark to
-    points, later marks drawn over earlier ones. Without any point the result is empty."""
+    points, later marks drawn over earlier ones. Points that are not finite are
+    left out; without any point the result is empty."""
+    series = {
+        mark: [(x, y) for x, y in values if math.isfinite(x) and math.isfinite(y)]
+        for mark, values in series.items()
+    }
     points = [point for values in series.values() for point in values]
     if not points:
         return []

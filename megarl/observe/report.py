@@ -48,6 +48,7 @@ def report_html(run: RunFiles) -> str:
     )
     reason = run.unfinished()
     incomplete = f'<p class="bad">Incomplete: {escape(reason)}</p>' if reason else ""
+    incomplete += f"<p>{escape(run.replayed() or '')}</p>" if run.replay else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n"
@@ -138,7 +139,7 @@ def _short(value: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and print its path; 1 and one line for a folder that is no run."""
+    """Write the page and print its path; 2 and one line for a folder that is no run."""
     parser = argparse.ArgumentParser(prog="python -m megarl.observe.report", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="a run's folder, like runs/quickstart-s1")
     options = parser.parse_args(arguments)
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(write_report(options.run_folder))
     except NotARun as error:
         print(f"megarl: error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -6,6 +6,7 @@ Every number is the same on every rank and in every layout of the ranks; wall ti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from megarl.contracts.records import Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
 from megarl.data.table import SampleTable
-from megarl.models.step import StepResult
 from megarl.rollout.account import drop_rates
 from megarl.rollout.groups import IterationPlan
+
+if TYPE_CHECKING:  # an audit reads rows without megatron, whose import takes seconds
+    from megarl.models.step import StepResult
 
 
 def iteration_row(

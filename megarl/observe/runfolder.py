@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megarl.contracts.states import JOURNAL_FILE
 from megarl.observe import metrics
@@ -18,6 +18,11 @@ from megarl.observe.environment import ENVIRONMENT_FILE
 FINISHED_FILE = "finished.json"
 """Written last: a run folder with it is whole."""
 RECIPE_FILE = "recipe.yaml"
+DATA_FILE = "data.json"
+TIMELINE_FILE = "timeline.json"
+TOKENIZER_FOLDER = "tokenizer"
+REPLAY_FILE = "replay.json"
+"""Marks the folder of a replay from its start on; in the end it tells what was compared."""
 
 
 class NotARun(ValueError):
@@ -37,6 +42,8 @@ class RunFiles:
     torn: bool
     recipe: dict[str, Any]
     environment: dict[str, Any]
+    replay: dict[str, Any] = field(default_factory=dict)
+    """What a finished replay compared; empty for other runs, and while it goes on."""
 
     @property
     def name(self) -> str:
@@ -58,6 +65,14 @@ class RunFiles:
         """(iteration, value) of the rows that have the metric `key`."""
         return [(row[metrics.ITERATION], row[key]) for row in self.rows if key in row]
 
+    def replayed(self) -> str | None:
+        """What a finished replay found, in words; None for other runs."""
+        if not self.replay:
+            return None
+        told = f"replay of {self.replay.get('run')}@{self.replay.get('iteration')}"
+        verdict = "within" if self.replay.get("within") is True else "beyond"
+        return f"{told}: {verdict} tolerance"
+
     def stage_seconds(self) -> dict[str, float]:
         """Seconds of the whole run by outermost stage, the longest first, `other` last."""
         totals: dict[str, float] = {}
@@ -72,7 +87,7 @@ class RunFiles:
 
     def unfinished(self) -> str | None:
         """Why the run counts as incomplete, None when it ended as it should."""
-        if (self.folder / FINISHED_FILE).exists():
+        if self.replay or (self.folder / FINISHED_FILE).exists():
             return None
         done = f"{len(self.rows)} of {self.iterations or '?'} iterations are there"
         reason = self._failure()
@@ -80,10 +95,13 @@ class RunFiles:
 
     def _failure(self) -> str | None:
         path = self.folder / JOURNAL_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        lines = text.splitlines()
         try:
             last = json.loads(lines[-1]) if lines else {}
         except ValueError:  # cut off by the end of the process
+            return None
+        if not isinstance(last, dict):
             return None
         return str(last.get("reason", "unknown")) if last.get("state") == "FAILED" else None
 
@@ -112,6 +130,7 @@ def read_run(folder: Path) -> RunFiles:
         torn=torn,
         recipe=_read(folder / RECIPE_FILE),
         environment=_read(folder / ENVIRONMENT_FILE),
+        replay=_read(folder / REPLAY_FILE),
     )
 
 
@@ -137,10 +156,28 @@ def accuracy_before_after(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    """A mapping in YAML or JSON, empty where there is none."""
+    if not path.is_file():
         return {}
+    body = path.read_bytes()
     try:
-        value = YAML(typ="safe").load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
-    except YAMLError as error:
-        raise NotARun(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        text = body.decode("utf-8")
+        value = json.loads(text) if path.suffix == ".json" and text.strip() else _yaml(text)
+    except UnicodeDecodeError as error:
+        line = body.count(b"\n", 0, error.start) + 1
+        raise NotARun(f"{path}:{line}: cannot be read: not UTF-8 ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise NotARun(f"{path}:{error.lineno}: cannot be read: not JSON: {error.msg}") from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        what = " ".join((error.problem or error.context or "not YAML").split())
+        raise NotARun(f"{where}: cannot be read: {what}") from error
+    except (YAMLError, ValueError, RecursionError) as error:  # a date's 13th month is a ValueError
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NotARun(f"{path}: cannot be read: {what}") from error
     return value if isinstance(value, dict) else {}
+
+
+def _yaml(text: str) -> Any:
+    return YAML(typ="safe").load(text)

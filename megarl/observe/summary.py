@@ -10,8 +10,15 @@ from pathlib import Path
 
 from megarl.observe import metrics
 from megarl.observe.metrics import TENSORBOARD_FOLDER
+from megarl.observe.output import close_output, prepare_output
 from megarl.observe.plots import text_plot
-from megarl.observe.runfolder import NotARun, RunFiles, accuracy_before_after, read_run
+from megarl.observe.runfolder import (
+    REPLAY_FILE,
+    NotARun,
+    RunFiles,
+    accuracy_before_after,
+    read_run,
+)
 
 FILES = (
     ("metrics.jsonl", "one JSON object per iteration"),
@@ -20,13 +27,16 @@ FILES = (
     ("eval", "what the model answered to the held-out prompts"),
     ("experience", "every sample it learnt from, sealed: tools/audit.py"),
     ("hf", "the trained model: a Hugging Face folder that transformers loads"),
+    (REPLAY_FILE, "what the replay compared: losses, gradient norms, weights"),
     ("recipe.yaml", "every setting of this run"),
     ("logs", "what the libraries said, by rank"),
 )
 
 
 def summary(run: RunFiles) -> str:
-    """The summary's text. An incomplete run is called so in its first lines."""
+    """The summary's text. An incomplete run is called so in its first lines, a replay too."""
+    if run.replay:
+        return "\n\n".join("\n".join(part) for part in (_head(run), _files(run)))
     parts = [_head(run), _results(run), _times(run), _plot(run), _files(run), _next(run)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -38,7 +48,12 @@ def _head(run: RunFiles) -> list[str]:
         layout.append(f"{role} tp={tp}" if tp else "")
     told = ", ".join(part for part in layout if part)
     lines = [f"{run.name}" + (f": {told}" if told else "")]
-    reason = run.unfinished()
+    replayed, reason = run.replayed(), run.unfinished()
+    if replayed:
+        lines.append(f"{replayed}; step by step in {run.folder / REPLAY_FILE}")
+        what_if = run.replay.get("what_if")
+        if isinstance(what_if, list) and what_if:
+            lines.append(f"asked for another update: {', '.join(map(str, what_if))}")
     return [*lines, f"INCOMPLETE: {reason}"] if reason else lines
 
 
@@ -126,7 +141,9 @@ def _next(run: RunFiles) -> list[str]:
 
 def _recipe_path(run: RunFiles) -> str | None:
     """The recipe that the run was started with: the first argument that is no `key=value`."""
-    arguments = run.environment.get("argv") or []
+    arguments = run.environment.get("argv")
+    if not isinstance(arguments, list):
+        return None
     paths = [text for text in arguments[1:] if str(text).endswith((".yaml", ".yml"))]
     return str(paths[0]) if paths else None
 
@@ -138,15 +155,19 @@ def _shown(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the summary of a run; 1 and one line on standard error for a folder that is none."""
+    """Print the summary of a run; 2 and one line on standard error for a folder that is none."""
     parser = argparse.ArgumentParser(prog="python -m megarl.observe.summary", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="a run's folder, like runs/quickstart-s1")
     options = parser.parse_args(arguments)
+    prepare_output()
     try:
         print(summary(read_run(options.run_folder)))
+        sys.stdout.flush()
     except NotARun as error:
         print(f"megarl: error: {error}", file=sys.stderr)
-        return 1
+        return 2
+    except BrokenPipeError:
+        close_output()
     return 0
 
 

@@ -106,3 +106,54 @@ def _rehash(forger: Forger, iteration: int) -> None:
 @fault("parts", "no manifest lists it")
 def a_file_that_nobody_sealed(forger: Forger) -> None:
     shutil.copy(forger.folder(1) / "rollout_0.safetensors", forger.folder(1) / "rollout_7")
+
+
+@fault("strays", "iter_1: is no iteration's folder")
+def a_twin_of_an_iteration(forger: Forger) -> None:
+    shutil.copytree(forger.folder(1), forger.run / "experience" / "iter_1")
+
+
+@fault("strays", "iter_0000001: is no iteration's folder")
+def a_twin_with_more_zeros(forger: Forger) -> None:
+    shutil.copytree(forger.folder(1), forger.run / "experience" / "iter_0000001")
+
+
+@fault("strays", "iter_abc: is no iteration's folder")
+def a_folder_of_no_iteration(forger: Forger) -> None:
+    (forger.run / "experience" / "iter_abc").mkdir()
+
+
+@fault("parts", "derived.json: not JSON")
+def a_derived_list_that_is_empty(forger: Forger) -> None:
+    forger.write(forger.folder(1) / "derived.json", "")
+
+
+@fault("parts", "derived.json: not format 1")
+def a_derived_list_that_is_no_object(forger: Forger) -> None:
+    forger.write(forger.folder(1) / "derived.json", "[]")
+
+
+@fault("parts", "derived.json: not a list of derived parts: a value in it is of another kind")
+def a_derived_list_of_nothing(forger: Forger) -> None:
+    forger.json(forger.folder(1) / "derived.json", lambda told: told.update(parts=None))
+
+
+@fault("parts", "derived.json: not JSON")
+def a_derived_list_without_end(forger: Forger) -> None:
+    forger.write(forger.folder(1) / "derived.json", "[" * 100_000)
+
+
+@fault("manifest", "manifest.json: not JSON")
+def a_manifest_without_end(forger: Forger) -> None:
+    forger.write(forger.folder(2) / "manifest.json", "[" * 100_000)
+
+
+@fault("manifest", "manifest.json: cannot be read: Is a directory")
+def a_manifest_that_is_a_folder(forger: Forger) -> None:
+    (forger.folder(1) / "manifest.json").unlink()
+    (forger.folder(1) / "manifest.json").mkdir()
+
+
+@fault("manifest", "parts: rows is 'many'")
+def a_manifest_with_a_word_for_a_number(forger: Forger) -> None:
+    forger.manifest(2, lambda told: told["parts"][0].update(rows="many"))

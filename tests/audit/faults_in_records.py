@@ -86,7 +86,7 @@ def digests_edited_on_the_generators_side_with_their_hash(forger: Forger) -> Non
     forger.lines("versions.jsonl", edit)
 
 
-@fault("versions producers", "no entry")
+@fault("versions producers handovers", "no entry")
 def a_version_made_again_for_other_weights(forger: Forger) -> None:
     def edit(lines: list) -> None:
         line = _edit_digest(lines, "version")
@@ -137,7 +137,7 @@ def a_skipped_state(forger: Forger) -> None:
     )
 
 
-@fault("journal finished", "not legal")
+@fault("journal finished rows", "not legal")
 def a_journal_that_knows_of_no_update(forger: Forger) -> None:
     forger.lines("journal.jsonl", lambda lines: [s for s in lines if s["state"] != "UPDATING_FROM"])
     forger.lines("updates.jsonl", lambda lines: [])
@@ -163,7 +163,7 @@ def an_iteration_that_ran_twice(forger: Forger) -> None:
     forger.lines("journal.jsonl", edit)
 
 
-@fault("journal retention updates finished", "expected 1")
+@fault("journal retention updates finished handovers rows", "expected 1")
 def a_gap_in_the_journal(forger: Forger) -> None:
     def edit(lines: list) -> list:
         cycle = _cycle(lines, 1)
@@ -217,7 +217,7 @@ def an_update_that_is_not_told(forger: Forger) -> None:
     forger.lines("updates.jsonl", lambda lines: lines.pop(1) and None)
 
 
-@fault("updates", "steps")
+@fault("updates metrics", "steps")
 def a_step_that_was_skipped_and_taken(forger: Forger) -> None:
     forger.lines("updates.jsonl", lambda lines: lines[1]["steps"][0].update(stepped=False))
 
@@ -247,3 +247,86 @@ def a_deleted_manifest(forger: Forger) -> None:
 def a_line_that_is_no_json(forger: Forger) -> None:
     path = forger.run / "ledger.jsonl"
     forger.write(path, path.read_text().replace('"iteration": 1', '"iteration" 1'))
+
+
+@fault("journal", "again, at the same time")
+def a_last_state_told_twice(forger: Forger) -> None:
+    forger.lines("journal.jsonl", lambda lines: lines.append(dict(lines[-1])))
+
+
+@fault("handovers", "once more than journal.jsonl has ACTOR_COMMITTED")
+def a_last_version_told_twice(forger: Forger) -> None:
+    forger.lines("versions.jsonl", lambda lines: lines.append(dict(lines[-1])))
+
+
+@fault("handovers", "once more than journal.jsonl has ROLLOUT_READY")
+def a_hand_over_told_twice(forger: Forger) -> None:
+    def edit(lines: list) -> None:
+        lines.append(dict([line for line in lines if line["kind"] == "loaded"][-1]))
+
+    forger.lines("versions.jsonl", edit)
+
+
+@fault("losses metrics", "recorded, the facts give")
+def an_edited_first_loss(forger: Forger) -> None:
+    def edit(lines: list) -> None:
+        lines[1]["steps"][0]["loss"] += 0.1
+
+    forger.lines("updates.jsonl", edit)
+
+
+@fault("metrics", "reward/mean")
+def an_edited_metric_of_rewards(forger: Forger) -> None:
+    _edit_metric(forger, "reward/mean")
+
+
+@fault("metrics", "groups/groups_trained")
+def an_edited_metric_of_groups(forger: Forger) -> None:
+    _edit_metric(forger, "groups/groups_trained")
+
+
+@fault("metrics", "response/tokens")
+def an_edited_metric_of_responses(forger: Forger) -> None:
+    _edit_metric(forger, "response/tokens")
+
+
+@fault("metrics", "update/grad_norm")
+def an_edited_metric_of_the_update(forger: Forger) -> None:
+    _edit_metric(forger, "update/grad_norm")
+
+
+def _edit_metric(forger: Forger, key: str) -> None:
+    forger.lines("metrics.jsonl", lambda lines: lines[1].update({key: lines[1][key] + 0.01}))
+
+
+@fault("rows", "no row of iteration 1")
+def metrics_without_an_iteration(forger: Forger) -> None:
+    forger.lines("metrics.jsonl", lambda lines: lines.pop(1) and None)
+
+
+@fault("rows", "iteration 2 after 2")
+def metrics_with_an_iteration_twice(forger: Forger) -> None:
+    forger.lines("metrics.jsonl", lambda lines: lines.append(dict(lines[-1])))
+
+
+@fault("setting", "data.json: is missing")
+def no_word_about_the_data(forger: Forger) -> None:
+    (forger.run / "data.json").unlink()
+
+
+@fault("setting", "environment.json: is not JSON")
+def no_word_about_the_machine(forger: Forger) -> None:
+    forger.write(forger.run / "environment.json", "{")
+
+
+@fault("export", "holds no weights")
+def no_exported_model(forger: Forger) -> None:
+    shutil.rmtree(forger.run / "hf")
+
+
+@fault("export", "is not what versions.jsonl:")
+def an_exported_model_with_one_other_bit(forger: Forger) -> None:
+    path = sorted((forger.run / "hf").glob("*.safetensors"))[0]
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    forger.write(path, bytes(body))

@@ -23,6 +23,8 @@ from tools.audit import main
 
 pytestmark = pytest.mark.launch
 
+ASIDE = shutil.ignore_patterns("hf", "tensorboard", "logs", "eval")
+
 
 @pytest.fixture(scope="module")
 def others(audited: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -43,8 +45,7 @@ def others(audited: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture
 def forger(audited: Path, tmp_path: Path) -> Forger:
-    aside = shutil.ignore_patterns("hf", "tensorboard", "logs", "eval")
-    shutil.copytree(audited, tmp_path / "copy", ignore=aside)
+    shutil.copytree(audited, tmp_path / "copy", ignore=ASIDE)
     return Forger(tmp_path / "copy")
 
 
@@ -214,3 +215,35 @@ def test_ragged_rows_differ_in_values_and_in_length() -> None:
     b.flat[4] = 9
     found = tokens("ids", rows, a, b, tolerance=0.0)
     assert (found.where, found.token, found.a, found.b, found.count) == ("x", 1, 2, 9, 2)
+
+
+def test_two_runs_with_nothing_in_common_are_not_equal(
+    audited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(audited / "recipe.yaml", empty)
+    assert main(["diff", str(audited), str(empty)]) == 1
+    told = capsys.readouterr().out
+    assert "note: empty has no sealed iteration" in told
+    assert told.splitlines()[-1].startswith("nothing to compare: ")
+    assert main(["diff", str(empty), str(empty), "--json"]) == 1
+
+
+def test_what_is_compared_with_a_replay_is_its_updates(
+    audited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(audited, tmp_path / "again", ignore=ASIDE))
+    shutil.rmtree(copy / "experience")
+    (copy / "replay.json").write_text("{}")
+    assert main(["diff", str(audited), str(copy)]) == 0
+    told = capsys.readouterr().out
+    assert "note: again is a replay" in told
+    assert "no difference in 0 iterations and 3 updates" in told
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf", "x"])
+def test_a_tolerance_that_is_none_is_refused(audited: Path, tolerance: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", str(audited), str(audited), f"--tolerance={tolerance}"])
+    assert caught.value.code == 2

@@ -57,6 +57,30 @@ def test_the_first_loss_is_the_recorded_one(capsys: pytest.CaptureFixture, audit
     assert [loss["recomputed"] for loss in losses] == pytest.approx(recorded, abs=1e-6)
 
 
+def test_another_first_loss_than_the_recorded_one_is_told(
+    capsys: pytest.CaptureFixture, audited: Path, tmp_path: Path
+) -> None:
+    forger = Forger(Path(shutil.copytree(audited, tmp_path / "copy")))
+    forger.lines("updates.jsonl", lambda lines: lines[1]["steps"][0].update(loss=0.5))
+    assert main(["recompute", str(forger.run)]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in told[2:5]] == ["bit-equal", "DIFFERENT", "bit-equal"]
+    assert any("iteration 1: loss of step 0: 0.5 recorded, the facts give" in line for line in told)
+    assert told[-1].startswith("2 of 3 iterations")
+
+
+def test_a_first_loss_with_an_entropy_bonus_is_not_compared(
+    capsys: pytest.CaptureFixture, audited: Path, tmp_path: Path
+) -> None:
+    forger = Forger(Path(shutil.copytree(audited, tmp_path / "copy")))
+    recipe = forger.run / "recipe.yaml"
+    told = recipe.read_text()
+    assert "entropy_coefficient: 0.0" in told
+    forger.write(recipe, told.replace("entropy_coefficient: 0.0", "entropy_coefficient: 0.01"))
+    assert main(["recompute", str(forger.run)]) == 0
+    assert "iterations 0-2 not compared: algorithm.entropy_coefficient" in capsys.readouterr().out
+
+
 def test_a_changed_advantage_is_found_and_named(
     capsys: pytest.CaptureFixture, audited: Path, tmp_path: Path
 ) -> None:

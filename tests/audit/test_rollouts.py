@@ -136,7 +136,7 @@ def test_a_page_fits_its_width_and_is_plain_where_there_is_no_terminal(
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     for columns in ("60", "120"):
         monkeypatch.setenv("COLUMNS", columns)
-        for words in ([], ["--groups"]):
+        for words in ([], ["--groups"], ["--stats", "--iteration", "0-"]):
             assert main([str(audited), *words]) == 0
             page = capsys.readouterr().out
             assert "\x1b" not in page

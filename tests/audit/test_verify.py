@@ -27,7 +27,7 @@ pytestmark = pytest.mark.launch
 
 FAULTS = faults_of(faults_in_files, faults_in_facts, faults_in_records)
 # What no check reads is not copied.
-ASIDE = shutil.ignore_patterns("hf", "tensorboard", "logs", "eval", "timeline.json", "report.html")
+ASIDE = shutil.ignore_patterns("tensorboard", "logs", "eval", "timeline.json", "report.html")
 
 
 @pytest.fixture
@@ -99,7 +99,8 @@ def test_a_failed_run_is_told_as_such_and_its_whole_iterations_verify(forger: Fo
         return [*lines[: at + 1], last]
 
     forger.lines("journal.jsonl", fail)
-    forger.lines("updates.jsonl", lambda lines: lines[:2])
+    for file in ("updates.jsonl", "metrics.jsonl"):
+        forger.lines(file, lambda lines: lines[:2])
     (forger.run / "finished.json").unlink()
     report = found(forger.run)
     assert not report.findings
@@ -115,7 +116,7 @@ def test_a_killed_run_may_end_in_the_middle_of_anything(forger: Forger) -> None:
 
     forger.lines("journal.jsonl", kill)
     forger.write(forger.run / "journal.jsonl", (forger.run / "journal.jsonl").read_bytes()[:-9])
-    for file in ("updates.jsonl", "ledger.jsonl"):
+    for file in ("updates.jsonl", "ledger.jsonl", "metrics.jsonl"):
         forger.lines(file, lambda lines: lines[:2])
     for name in ("manifest.json", "derived.json", "selection.safetensors"):
         (forger.folder(2) / name).unlink()
@@ -147,3 +148,118 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as caught:
         main(["verify"])
     assert caught.value.code == 2
+
+
+def _kill_in_update(forger: Forger, last: dict | None = None) -> None:
+    """As a kill -9 in the update from iteration 2 leaves it: `settle` never came."""
+
+    def cut(lines: list) -> list:
+        at = [(s["state"], s["iteration"]) for s in lines].index(("UPDATING_FROM", 2))
+        return lines[: at + 1] + ([] if last is None else [lines[at] | last])
+
+    def versions(lines: list) -> list:
+        journal = [json.loads(x) for x in (forger.run / "journal.jsonl").read_text().splitlines()]
+        known = {line["version"] for line in journal}
+        kept = [line for line in lines if line["id"] in known or line.get("role") == "reference"]
+        return [line for line in kept if line["kind"] == "version" or line["iteration"] <= 2]
+
+    forger.lines("journal.jsonl", cut)
+    forger.lines("versions.jsonl", versions)
+    for file in ("updates.jsonl", "metrics.jsonl"):
+        forger.lines(file, lambda lines: lines[:2])
+    for name in ("finished.json", "experience/iter_000002/derived.json"):
+        (forger.run / name).unlink()
+    shutil.rmtree(forger.run / "hf")
+    selection = forger.folder(2) / "selection.safetensors"
+    selection.rename(forger.folder(2) / "selection.safetensors.tmp")
+
+
+@pytest.mark.parametrize("last", [None, {"state": "FAILED", "reason": "rank 1 ended"}])
+def test_a_run_killed_in_an_update_is_no_finding_and_its_facts_are_verified(
+    forger: Forger, last: dict | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _kill_in_update(forger, last)
+    report = found(forger.run)
+    assert not report.findings
+    told = "its update had begun and was not committed; derived.json was not written"
+    assert report.notes[1:] == [f"iteration 2: {told}"]
+    assert {outcome.name: outcome.skipped for outcome in report.outcomes if outcome.skipped} == {}
+    assert main(["verify", str(forger.run)]) == 0
+    assert told in capsys.readouterr().out
+    forger.columns(2, "rollout_0", lambda c, _: c["response_ids"].__setitem__(0, 10**6))
+    assert {finding.check for finding in found(forger.run).findings} == {"parts"}
+
+
+def test_the_same_of_a_committed_iteration_is_a_finding(forger: Forger) -> None:
+    (forger.folder(2) / "derived.json").unlink()
+    assert {finding.check for finding in found(forger.run).findings} == {"parts", "anchors"}
+
+
+def test_the_same_of_an_iteration_before_the_last_is_a_finding(forger: Forger) -> None:
+    (forger.folder(1) / "derived.json").unlink()
+    (forger.run / "finished.json").unlink()
+    assert {finding.check for finding in found(forger.run).findings} == {"parts", "anchors"}
+
+
+def test_a_last_line_that_the_journal_had_no_time_for_is_no_finding(forger: Forger) -> None:
+    """versions.jsonl comes first: a kill between the two leaves one line more."""
+    forger.lines("journal.jsonl", lambda lines: [line for line in lines if line["iteration"] < 2])
+
+    def cut(lines: list) -> list:
+        at = [(v["kind"], v["iteration"]) for v in lines].index(("loaded", 2))
+        return lines[: at + 1]
+
+    def exporting(lines: list) -> list:
+        again = {"iteration": 2, "time": lines[-1]["time"]}
+        steps = [line for line in lines if line["state"] in ("EXPORTING", "ROLLOUT_LOADING")]
+        version = {k: lines[-1][k] for k in ("version", "optimizer_step", "update_attempt")}
+        return [*lines, *(line | again | version for line in steps[-2:])]
+
+    forger.lines("versions.jsonl", cut)
+    forger.lines("journal.jsonl", exporting)
+    for file in ("updates.jsonl", "ledger.jsonl", "metrics.jsonl"):
+        forger.lines(file, lambda lines: lines[:2])
+    (forger.run / "finished.json").unlink()
+    shutil.rmtree(forger.folder(2))
+    report = found(forger.run)
+    assert not report.findings
+    forger.lines("versions.jsonl", lambda lines: lines.append(lines[-1]))
+    assert {finding.check for finding in found(forger.run).findings} == {"handovers"}
+
+
+def test_a_replay_is_told_as_such(forger: Forger) -> None:
+    (forger.run / "replay.json").write_text("{}")
+    (forger.run / "finished.json").unlink()
+    assert found(forger.run).notes[0] == (
+        "a replay of another run's updates (replay.json): 3 were redone"
+    )
+
+
+def test_no_finding_is_told_in_words_of_the_interpreter(forger: Forger) -> None:
+    forger.lines("versions.jsonl", lambda lines: [])
+    forger.lines("journal.jsonl", lambda lines: lines.pop())
+    forger.json(forger.folder(1) / "derived.json", lambda told: told.update(parts=None))
+    forger.write(forger.run / "finished.json", "[]")
+    told = "\n".join(str(finding) for finding in found(forger.run).findings)
+    for word in ("<State.", "NoneType", "Error(", "ends at None", "list ind"):
+        assert word not in told
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults_in_files.a_derived_list_that_is_empty,
+        faults_in_files.a_derived_list_of_nothing,
+        faults_in_files.a_manifest_that_is_a_folder,
+        faults_in_files.a_manifest_without_end,
+    ],
+    ids=lambda fault: fault.name,
+)
+def test_a_list_that_cannot_be_read_is_one_finding_and_one_line_elsewhere(
+    fault: Fault, forger: Forger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault(forger)
+    assert len(found(forger.run).findings) == 1
+    for words in (["recompute"], ["diff", str(forger.run)]):
+        assert main([words[0], str(forger.run), *words[1:]]) == 1
+        assert capsys.readouterr().err.count("\n") == 1

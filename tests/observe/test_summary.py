@@ -6,7 +6,10 @@ Not covered: a folder that a real run wrote (the launch tests do that), and the 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -104,9 +107,84 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
     broken = write_run(tmp_path / "broken", ROWS)
     (broken / "metrics.jsonl").write_text("{}\n{}\n")
     for folder in (tmp_path, tmp_path / "nowhere", broken):
-        assert tool.main([str(folder)]) == 1
+        assert tool.main([str(folder)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("megarl: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "body", "says"),
+    [
+        ("metrics.jsonl", b'{"iteration": 0}\nnull\n', r"metrics\.jsonl:2: not a row of metrics"),
+        ("metrics.jsonl", b'{"iteration": "0"}\n', r"metrics\.jsonl:1: `iteration` is '0'"),
+        ("metrics.jsonl", b'{"iteration": 0, "a": [1]}\n', r"metrics\.jsonl:1: .*'a' is a list"),
+        ("metrics.jsonl", b'{"iteration": 0, "a": null}\n', r":1: metric 'a' is a NoneType"),
+        ("metrics.jsonl", b'{"iteration": 0, "reward/mean": "x"}\n', r":1: .*'x', not a number"),
+        ("metrics.jsonl", b'{"iteration": 0, "reward/mean": NaN}\n', r":1: metric .* is nan"),
+        ("metrics.jsonl", b'{"iteration": 0, "reward/mean": 1e999}\n', r":1: metric .* is inf"),
+        ("metrics.jsonl", b'{"iteration": 0, "a": 1' + b"0" * 400 + b"}\n", r":1: .*out of range"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n", r"metrics\.jsonl:1: not a row of metrics"),
+        ("recipe.yaml", b"seed: 1\nname: \xff\n", r"recipe\.yaml:2: cannot be read: not UTF-8"),
+        ("recipe.yaml", b"seed: 1\nrun: [\n", r"recipe\.yaml:\d+: cannot be read: "),
+        ("environment.json", b"\xfe\xff", r"environment\.json:1: cannot be read: not UTF-8"),
+        ("environment.json", b'{\n"a": }', r"environment\.json:2: cannot be read: not JSON"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: bytes, says: str
+) -> None:
+    folder = write_run(tmp_path / "run", ROWS)
+    (folder / file).write_bytes(body)
+    for tool in (summary, report):
+        assert tool.main([str(folder)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and re.search(says, err), err
+
+
+@pytest.mark.parametrize(
+    ("file", "body"),
+    [
+        ("environment.json", b'{"argv": 3}'),
+        ("environment.json", b"[]"),
+        ("recipe.yaml", b"run: 3\nworld: [1]\n"),
+        ("journal.jsonl", b"\xff\n[]\n"),
+        ("replay.json", b"[]"),
+    ],
+)
+def test_files_of_another_shape_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, body: bytes
+) -> None:
+    folder = write_run(tmp_path / "run", ROWS, finished=False)
+    (folder / file).write_bytes(body)
+    assert "reward, first and last" in told(folder, capsys)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_finished_replay_is_told_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], within: bool
+) -> None:
+    folder = write_run(tmp_path / "quickstart-s1.replay-2", [], finished=False)
+    (folder / "replay.json").touch()  # while it goes on
+    assert "INCOMPLETE: 0 of 3 iterations are there" in told(folder, capsys)
+    asked = [] if within else ["actor.lr=0.1 (run: 0.01)"]
+    facts = {"run": "runs/quickstart-s1", "iteration": 2, "what_if": asked, "within": within}
+    (folder / "replay.json").write_text(json.dumps(facts | {"iterations": []}))
+    text = told(folder, capsys)
+    verdict = f"{'within' if within else 'beyond'} tolerance; step by step in {folder}/replay.json"
+    assert f"replay of runs/quickstart-s1@2: {verdict}" in text
+    assert "INCOMPLETE" not in text and "accuracy" not in text
+    assert ("asked for another update: actor.lr=0.1 (run: 0.01)" in text) is not within
+    assert "replay of runs/quickstart-s1@2" in report.write_report(folder).read_text()
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ROWS)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megarl.observe.summary", str(folder)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 class Page(HTMLParser):
