@@ -25,6 +25,7 @@ from megarl.models.build import destroy_mesh
 from megarl.models.roles import Actor, Reference
 from megarl.observe.console import Console
 from megarl.observe.environment import write_environment
+from megarl.observe.runfolder import DATA_FILE
 from megarl.platforms import platform_of
 from megarl.platforms.offload import OptimizerOffload
 from megarl.recipe import Recipe
@@ -210,4 +211,4 @@ def _write_facts(
         "rows": len(train.rows),
         "refused": [f"{where}: {why}" for where, why in train.refusals],
     }
-    (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / DATA_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from megarl.experience.store import ExperienceStore
 from megarl.failure import Failure
 from megarl.observe.console import Console
 from megarl.observe.metrics import MetricsWriter
+from megarl.observe.runfolder import TIMELINE_FILE
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
 from megarl.run_records import RunRecords
@@ -51,7 +52,7 @@ def desk_of(
         mode = recipe.observe.console if main else "off"
         console = Console(mode, recipe.run.iterations, title=recipe.run.name)
         stack.enter_context(console)
-        stopwatch = stack.enter_context(Stopwatch(folder / "timeline.json" if main else None))
+        stopwatch = stack.enter_context(Stopwatch(folder / TIMELINE_FILE if main else None))
         metrics = None
         if main:
             metrics = stack.enter_context(MetricsWriter(folder, recipe.observe.tensorboard))

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megarl import torchrun
+from megarl.contracts.errors import InputError
 from megarl.contracts.states import Journal
 from megarl.launcher import OURS
 from megarl.observe.console import Console
@@ -49,10 +50,17 @@ class Failure:
             yield
         except Exception as error:  # the process boundary, entered innermost so that it is first
             self._lost = lost_a_peer(error)
+            if isinstance(error, InputError) and not self._has_weights:
+                self._terminal.exit_code = 2
             self._record(self._terminal.report(error))
             self.leave_signals()
-            _leave_within(TEARDOWN_SECONDS)
+            _leave_within(TEARDOWN_SECONDS, self._terminal.exit_code)
             raise
+
+    @property
+    def _has_weights(self) -> bool:
+        """The run came to a version: what it was given could be used."""
+        return self._journal is not None and self._journal.version is not None
 
     def stuck(self, message: str) -> None:
         """Called by the watchdog's thread; ends the process."""
@@ -101,9 +109,9 @@ class Failure:
             self._console.close()
 
 
-def _leave_within(seconds: float) -> None:
+def _leave_within(seconds: float, code: int) -> None:
     def leave() -> None:
         time.sleep(seconds)
-        os._exit(1)
+        os._exit(code)
 
     threading.Thread(target=leave, daemon=True).start()

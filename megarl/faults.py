@@ -18,13 +18,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from megarl.contracts.errors import InputError
+
 VARIABLE = "MEGARL_FAULT"
 PERMISSION = "MEGARL_FAULT_TESTING"
 STRUCK = "megarl: fault"
 """Begins the line in the rank's log that says when it happened."""
 
 
-class FaultRefused(ValueError):
+class FaultRefused(InputError):
     """A fault that is not understood or not allowed here."""
 
 

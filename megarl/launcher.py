@@ -96,7 +96,8 @@ def _failed(error: object, logs: Path) -> int:
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     failed = [code for code in codes.values() if 0 < code < 128]
     if list(logs.glob(f"*/*/{TOLD}")):
-        return failed[0] if failed else 1
+        # A rank that met wrong input ends with 2, and those it leaves alone with 1.
+        return 2 if 2 in failed else failed[0] if failed else 1
     for rank, code in codes.items():
         if code < 0 and -code not in SIGNALS:
             name = signal.Signals(-code).name

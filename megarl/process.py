@@ -1,7 +1,8 @@
 """The process boundary of a rank: arguments in, exit code out, one clear line when it fails.
 
-Exit codes: 0 done, 1 failed or a replay beyond tolerance, 2 wrong arguments, recipe or model
-folder, 128 + n ended by signal n (130: Ctrl-C).
+Exit codes: 0 done, 1 failed or a replay beyond tolerance, 2 an input that cannot be used
+(arguments, recipe, model folder, data, scorers) found before the run had weights, 128 + n ended by
+signal n (130: Ctrl-C).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.contracts.errors import InputError
 from megarl.contracts.mesh import Mesh
-from megarl.faults import FaultRefused, planned
+from megarl.faults import planned
 from megarl.modes.launch import MODES_HELP, Launch, Work, read_launch
 from megarl.observe.logs import Terminal, captured, fail
 from megarl.recipe import Recipe, RecipeError
 from megarl.recipe.reference import help_text
-from megarl.reshard.families import FolderError, read_spec
+from megarl.reshard.families import read_spec
 from megarl.reshard.layout import megatron_placement, sglang_placement
-from megarl.reshard.placement import LayoutError
 from megarl.torchrun import die_with_launcher
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_model(recipe)
         planned(rank=0)
         lock = _prepare_folder(launch)
-    except (RecipeError, FolderError, LayoutError, FaultRefused) as error:
+    except InputError as error:
         fail(str(error))
         return 2
     rank = int(os.environ.get("RANK", "0"))

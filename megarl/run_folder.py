@@ -1,4 +1,4 @@
-"""The folder of a run, opened before anything slow is imported; what lay there is never deleted."""
+"""The folder of a run, opened before anything slow is imported; nothing learnt is ever deleted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
+from megarl.observe.environment import ENVIRONMENT_FILE
+from megarl.observe.metrics import TENSORBOARD_FOLDER
+from megarl.observe.runfolder import (
+    DATA_FILE,
+    FINISHED_FILE,
+    RECIPE_FILE,
+    REPLAY_FILE,
+    TIMELINE_FILE,
+    TOKENIZER_FOLDER,
+)
 from megarl.recipe import Recipe, RecipeError
 
 LOGS = "logs"
-REPLAY_FILE = "replay.json"
-"""Marks the folder of a replay from its start on; in the end it tells what was compared."""
+START_FILES = frozenset({RECIPE_FILE, ENVIRONMENT_FILE, DATA_FILE, TIMELINE_FILE})
+START_FOLDERS = frozenset({LOGS, TOKENIZER_FOLDER, TENSORBOARD_FOLDER})
+"""What a run writes before it has weights, besides files and folders that are still empty."""
 
 
 def make_folder(recipe: Recipe) -> Path:
@@ -35,6 +45,7 @@ def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
     The lock is the process's for as long as it is kept; the system frees it when the process ends,
     however it ends. With `run.overwrite` an earlier run is set aside as `<name>.replaced-<n>`, for
     inputs may still turn out bad after this; the stored recipe does not overwrite again.
+    A run that ended before it had weights keeps its name no more than its logs.
     `again`: the folder is a replay's, which computes nothing new; an earlier replay there goes.
 
     Raises `RecipeError` when a run is going on there, or lies there and is not to be replaced.
@@ -47,7 +58,7 @@ def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
         raise RecipeError(
             f"{folder} belongs to a run that is going on; set run.name=…, or wait for its end"
         ) from None
-    if again and (folder / REPLAY_FILE).exists():
+    if (again and (folder / REPLAY_FILE).exists()) or _never_began(folder):
         _clear(folder)
     if (folder / RECIPE_FILE).exists():
         if not recipe.run.overwrite:
@@ -61,6 +72,19 @@ def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
     if again:
         (folder / REPLAY_FILE).touch()
     return lock
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether nothing lies there but what a run writes before it has weights: it learnt nothing."""
+    return (folder / RECIPE_FILE).is_file() and all(map(_is_of_the_start, folder.iterdir()))
+
+
+def _is_of_the_start(entry: Path) -> bool:
+    if entry.is_symlink():
+        return False
+    if entry.is_dir():
+        return entry.name in START_FOLDERS or all(map(_is_of_the_start, entry.iterdir()))
+    return entry.name in START_FILES or entry.stat().st_size == 0
 
 
 def _clear(folder: Path) -> None:

@@ -58,3 +58,45 @@ def test_a_signal_while_a_rank_shuts_down_says_nothing_more(
     assert rank.returncode == -number
     told = f"megarl: error: no luck (traceback in {tmp_path / 'rank_0.log'})\n"
     assert errors == (told if ending == "fails" else "")
+
+
+WRONG = """
+    import sys
+    from pathlib import Path
+    from megarl.contracts.errors import InputError
+    from megarl.contracts.states import Journal, State
+    from megarl.contracts.version import PolicyVersion
+    from megarl.failure import Failure
+    from megarl.observe.console import Console
+    from megarl.observe.logs import captured
+    from megarl.stages import StageBoard
+
+    log, when = Path(sys.argv[1]), sys.argv[2]
+    with captured(log) as terminal:
+        failure = Failure(terminal, StageBoard(0))
+        journal = Journal(None)
+        if when != "at once":
+            failure.attach(journal, Console("off"))
+        with failure.told():
+            if when == "later":
+                version = PolicyVersion("run", 0, 0, *"abc", "actor")
+                journal.enter(State.ACTOR_COMMITTED, 0, version, weight_manifest_hash="a")
+            raise (RuntimeError if when == "otherwise" else InputError)("no such scorer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "code"), [("at once", 2), ("before", 2), ("later", 1), ("otherwise", 1)]
+)
+def test_wrong_input_ends_with_2_until_there_are_weights(
+    when: str, code: int, tmp_path: Path
+) -> None:
+    rank = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WRONG), str(tmp_path / "rank_0.log"), when],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "RANK"},
+        check=False,
+    )
+    assert rank.returncode == code, rank.stderr
+    assert rank.stderr.startswith("megarl: error: no such scorer (traceback in ")

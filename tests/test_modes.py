@@ -198,5 +198,8 @@ def test_layout_rewards_and_data_change_no_update() -> None:
 
 
 def test_which_iterations_are_sealed(runs: Path) -> None:
+    for name in ("iter_abc", "iter_", "iter_5", "iter_000004.tmp"):
+        (runs / "old" / "experience" / name).mkdir()
+        (runs / "old" / "experience" / name / "manifest.json").touch()
     assert sealed_numbers(runs / "old") == [0, 1, 2, 3]
     assert spans([5, 0, 1, 2]) == "0-2, 5" and spans([]) == ""

@@ -149,6 +149,8 @@ CROSS_CHECKS = [
     ("reward.on_status.error", "penalty", "set reward.penalty"),
     ("reward.on_status.timeout", "penalty", "set reward.penalty"),
     ("reward.scorers", "[{name: format, weight: 0}]", "give one a weight"),
+    ("reward.violated", "-1", "give one at_least or leave reward.violated out"),
+    ("experience.keep_every", "10", "set experience.keep, or leave keep_every out"),
     ("parity.mean", "0.5", "lower parity.mean or raise parity.max"),
 ]
 
@@ -183,6 +185,9 @@ def test_cross_checks_name_the_override(recipe_file: Path, key: str, value: str,
         ["rollout.max_lost_share=0.99", "algorithm.dynamic_sampling.max_rounds=9"],
         ["reward.scorers=[{name: format, at_least: 1}]", "reward.violated=-1"],
         ["reward.quarantine_after=0"],
+        ["experience.keep=2", "experience.keep_every=10"],
+        [f"run.name={'x' * 200}"],
+        ["run.name=two words"],
         ["rollout.group_size=2"],
         ["rollout.top_p=1", "rollout.top_k=-1", "rollout.repetition_penalty=1.0"],
     ],
@@ -533,3 +538,22 @@ def test_import_needs_no_torch() -> None:
 def test_a_run_name_is_one_folder_below_the_runs(name: str) -> None:
     with pytest.raises(RecipeError, match="run.name: .* is not a plain folder name"):
         load_recipe("recipes/quickstart.yaml", [f"run.name={name}"])
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (" mine", "white space around the value"),
+        ("mine\n", "white space around the value"),
+        ("' mine'", "run.name: ' mine' has white space around it"),
+        ('"mine\\n"', "run.name: .* has white space around it"),
+        ('"a\\tb"', "run.name: .* characters that cannot be seen"),
+        ("x" * 201, f"run.name: '{'x' * 39}…' is 201 bytes long"),
+        ("é" * 101, "is 202 bytes long"),
+        (f"../{'x' * 5000}", "is not a plain folder name"),
+    ],
+)
+def test_a_run_name_is_refused_rather_than_trimmed(value: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says) as caught:
+        load_recipe("recipes/quickstart.yaml", [f"run.name={value}"])
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)

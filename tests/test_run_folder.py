@@ -16,6 +16,11 @@ def _recipe(folder: Path, *more: str) -> Recipe:
     return load_recipe(QUICKSTART, [f"run.folder={folder}", "run.name=mine", *more])
 
 
+def _trained(run: Path) -> None:
+    """What a run with weights leaves at least."""
+    (run / "journal.jsonl").write_text('{"state": "ACTOR_COMMITTED"}\n')
+
+
 def _finished_run(folder: Path) -> Path:
     claim_folder(_recipe(folder)).release()
     run = folder / "mine"
@@ -30,14 +35,16 @@ def test_an_overwritten_run_is_set_aside_whole(tmp_path: Path) -> None:
     for n in (1, 2):
         claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
         assert (tmp_path / f"mine.replaced-{n}" / "recipe.yaml").exists()
+        assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
+        _trained(run)
     aside = tmp_path / "mine.replaced-1"
     assert (aside / "hf" / "model.safetensors").read_text() == "weights"
     assert (aside / "finished.json").exists()
-    assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
 
 
 def test_the_stored_recipe_does_not_overwrite_again(tmp_path: Path) -> None:
     claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
+    _trained(tmp_path / "mine")
     with pytest.raises(RecipeError, match="holds an unfinished run"):
         claim_folder(load_recipe(tmp_path / "mine" / "recipe.yaml"))
 
@@ -56,3 +63,54 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r"cannot be made \(Not a directory.*set run.folder"):
         make_folder(_recipe(tmp_path / "file"))
+
+
+def _start(run: Path) -> None:
+    """What a launch left that ended before it had weights: a mistyped scorer."""
+    for name in ("journal", "metrics", "updates", "versions", "ledger"):
+        (run / f"{name}.jsonl").touch()
+    for name in ("data.json", "environment.json", "timeline.json"):
+        (run / name).write_text("{}\n")
+    for file in (
+        "tokenizer/tokenizer.model",
+        "tensorboard/events.out.tfevents.1",
+        "logs/rank_0.log",
+    ):
+        (run / file).parent.mkdir(exist_ok=True)
+        (run / file).write_text("not empty")
+    (run / "experience").mkdir()
+    (run / "experience" / ".writer.lock").touch()
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_a_run_that_had_no_weights_does_not_keep_its_name(tmp_path: Path, overwrite: str) -> None:
+    claim_folder(_recipe(tmp_path)).release()
+    run = tmp_path / "mine"
+    _start(run)
+    claim_folder(_recipe(tmp_path, f"run.overwrite={overwrite}", "seed=7")).release()
+    assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
+    assert load_recipe(run / "recipe.yaml").seed == 7
+    assert (run / "logs" / "rank_0.log").read_text() == "not empty"
+    assert not list(tmp_path.glob("mine.replaced-*"))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "journal.jsonl",
+        "versions.jsonl",
+        "experience/iter_000000/rollout_0.safetensors",
+        "eval/step_0.jsonl",
+        "finished.json",
+        "notes.txt",
+    ],
+)
+def test_whatever_else_lies_there_is_kept(tmp_path: Path, file: str) -> None:
+    claim_folder(_recipe(tmp_path)).release()
+    run = tmp_path / "mine"
+    _start(run)
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text("work")
+    with pytest.raises(RecipeError, match="holds .* run; set run.name"):
+        claim_folder(_recipe(tmp_path))
+    assert (run / file).read_text() == "work"

@@ -133,13 +133,13 @@ class Journal:
     def _check(self, state: State, version: PolicyVersion, evidence: Mapping[str, Any]) -> None:
         missing = [key for key in EVIDENCE[state] if evidence.get(key) in (None, "")]
         if missing:
-            raise IllegalTransition(f"{state} needs evidence {missing}")
+            raise IllegalTransition(f"{state} needs evidence: {', '.join(missing)}")
         if self.state is None:
             if state is not State.ACTOR_COMMITTED:
                 raise IllegalTransition(f"a run starts at ACTOR_COMMITTED, not at {state}")
             return
         if state not in self._transitions[self.state]:
-            legal = sorted(self._transitions[self.state])
+            legal = ", ".join(sorted(self._transitions[self.state])) or "none"
             raise IllegalTransition(f"{self.state} → {state} is not legal; legal: {legal}")
         if state is not State.ACTOR_COMMITTED and version != self.version:
             raise IllegalTransition(f"{state} names {version}, the run is at {self.version}")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megarl.contracts.errors import InputError
 from megarl.contracts.hashes import contract_hash, file_hash
 
 Messages = Sequence[Mapping[str, Any]]
@@ -45,7 +46,7 @@ PROBES = (
 """Texts on which two tokenizers of one folder must agree, ids and decoding."""
 
 
-class TokensError(ValueError):
+class TokensError(InputError):
     """A tokenizer, template or text that cannot be used as asked; one line."""
 
 

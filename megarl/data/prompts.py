@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megarl.contracts.errors import InputError
 from megarl.contracts.hashes import bytes_hash, canonical_json
 from megarl.contracts.records import Prompt
 from megarl.contracts.tokens import Tokens, TokensError, check_messages
@@ -22,7 +23,7 @@ from megarl.contracts.tokens import Tokens, TokensError, check_messages
 SHOWN_REFUSALS = 5
 
 
-class PromptError(ValueError):
+class PromptError(InputError):
     """Prompts that cannot be used as asked; the message says why."""
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megarl.experience.manifest import sealed_iterations
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.differences import update_differences
 
 RECIPE_FILE = "recipe.yaml"
-MANIFESTS = "experience/iter_*/manifest.json"
 
 MODES_HELP = """
 Parts of the loop, and iterations once more. RUN is a run's folder, or its name in run.folder:
@@ -129,7 +129,7 @@ def _what_if(recipe: Recipe, run: Path, overridden: Collection[str]) -> Iterator
 
 def sealed_numbers(run: Path) -> list[int]:
     """Iterations of a run whose manifest is there, rising."""
-    return sorted(int(path.parent.name.removeprefix("iter_")) for path in run.glob(MANIFESTS))
+    return list(sealed_iterations(run))
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -38,8 +38,8 @@ from megarl.experience.versions import Versions
 from megarl.modes.launch import Launch
 from megarl.modes.sealed_updates import NOT_MEASURED, Reloaded, load_source, reload
 from megarl.observe.logs import fail
+from megarl.observe.runfolder import REPLAY_FILE
 from megarl.run import Run
-from megarl.run_folder import REPLAY_FILE
 from megarl.train import Sealed, learn
 
 TOLERANCES = {"float32": (1e-5, 1e-3), "bfloat16": (5e-2, 2e-1)}
@@ -229,11 +229,12 @@ def _tell(run: Run, launch: Launch, gaps: Sequence[IterationGap]) -> int:
         }
         text = json.dumps(told, indent=1) + "\n"
         (run.folder / REPLAY_FILE).write_text(text, encoding="utf-8")
-    if broken is not None:
+    if broken is None:
+        run.console.note(f"replay of {last} is within tolerance; {run.folder / REPLAY_FILE}")
+    elif run.world.is_main:  # whose table it is: the verdict comes after it
         fail(f"replay of {last} is beyond tolerance: {broken}")
-        return 1
-    run.console.note(f"replay of {last} is within tolerance; {run.folder / REPLAY_FILE}")
-    return 0
+    run.world.barrier("verdict")  # the first rank to leave with 1 has torchrun end the others
+    return 0 if broken is None else 1
 
 
 def table(gaps: Sequence[IterationGap]) -> Iterator[str]:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from megarl.recipe.schema import Recipe
 from megarl.rewards.scorer import BUILT_IN
 
+# Of the 255 bytes that file systems give a name; `.replay-<n>.replaced-<n>` may follow.
+LONGEST_NAME = 200
+
 Refusal = tuple[tuple[str, ...], str]
 
 # SGLang keeps up to 6 tokens of a request's room to itself (one at the end, five at the input).
@@ -41,14 +44,30 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _optimizer(recipe)
     yield from _reward(recipe)
     yield from _parity(recipe)
+    yield from _experience(recipe)
 
 
 def _name(recipe: Recipe) -> Iterator[Refusal]:
     name = recipe.run.name
-    if name is not None and (name in (".", "..") or "/" in name):
+    if name is None:
+        return
+    told = repr(name if len(name) <= 40 else name[:39] + "…")
+    size = len(name.encode(errors="replace"))
+    if name in (".", "..") or "/" in name:
         yield (
             ("run.name",),
-            f"{name!r} is not a plain folder name; runs lie in run.folder, change that instead",
+            f"{told} is not a plain folder name; runs lie in run.folder, change that instead",
+        )
+    elif name != name.strip() or not name.isprintable():
+        yield (
+            ("run.name",),
+            f"{told} has white space around it or characters that cannot be seen; leave them out",
+        )
+    elif size > LONGEST_NAME:
+        yield (
+            ("run.name",),
+            f"{told} is {size} bytes long; a folder's name, with what is added for replays and "
+            f"replaced runs, has room for {LONGEST_NAME}",
         )
 
 
@@ -188,6 +207,12 @@ def _reward(recipe: Recipe) -> Iterator[Refusal]:
                 (f"reward.scorers.{index}.name",),
                 f"scorer {name} is listed twice, its records could not be told apart; keep one",
             )
+    if reward.violated is not None and all(item.at_least is None for item in reward.scorers):
+        yield (
+            ("reward.violated",),
+            "no scorer has at_least, so no response gets this total; give one at_least or leave "
+            "reward.violated out",
+        )
     if all(scorer.weight == 0 for scorer in reward.scorers):
         yield (
             ("reward.scorers",),
@@ -220,4 +245,14 @@ def _parity(recipe: Recipe) -> Iterator[Refusal]:
             ("parity.mean", "parity.max"),
             f"the mean bound {parity.mean} is above the largest allowed gap {parity.max}, so it "
             "never applies; lower parity.mean or raise parity.max",
+        )
+
+
+def _experience(recipe: Recipe) -> Iterator[Refusal]:
+    experience = recipe.experience
+    if experience.keep_every and experience.keep is None:
+        yield (
+            ("experience.keep_every",),
+            "without experience.keep every iteration stays; set experience.keep, or leave "
+            "keep_every out",
         )

@@ -16,13 +16,17 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from megarl.contracts.errors import InputError
+
 KeyPath = tuple[str, ...]
 
 # No section is this deep; an alias inside its own anchor would be endless.
 MAX_DEPTH = 20
+# Characters of an override that a message repeats.
+MOST_SHOWN = 200
 
 
-class RecipeError(ValueError):
+class RecipeError(InputError):
     """What is wrong in a recipe, where, and what to change: one line."""
 
 
@@ -109,12 +113,18 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
     """Set each `key=value` (dotted key, YAML value) over what files say. Raises `RecipeError`."""
     for override in overrides:
         key, equals, text = override.partition("=")
-        place = "override " + override.replace("\n", "\\n")
+        told = override.replace("\n", "\\n")
+        place = "override " + (told if len(told) <= MOST_SHOWN else told[: MOST_SHOWN - 1] + "…")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
             raise RecipeError(f"{place}: write overrides as key=value, for example rollout.tp=2")
         _refuse_into_list(settings.data, path, place)
         value = _parse_text(text, place)
+        if isinstance(value.data, str) and text != text.strip():
+            raise RecipeError(
+                f"{place}: there is white space around the value; leave it out, or put the value "
+                "into quotes of its own"
+            )
         layer = Settings(settings.origin, places={path: place})
         layer.places |= {(*path, *inner): place for inner in value.places}
         tree = value.data

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megarl.contracts.errors import InputError
 
-class LayoutError(ValueError):
+
+class LayoutError(InputError):
     """A model that does not fit a mesh, or a placement that does not tile its parameters."""
 
 

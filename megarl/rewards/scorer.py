@@ -19,8 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megarl.contracts.errors import InputError
+
 BUILT_IN = {"exact_match": "megarl.rewards.exact", "format": "megarl.rewards.format"}
 """Name in a recipe → module with `make(**options)`, which checks them and gives the scorer."""
+
+MOST_SAID = 300
+"""Characters that are kept of an error's text."""
 
 NO_ANSWER = "no_answer"
 """Detail of a response in which no answer could be found: scored, and wrong."""
@@ -57,7 +62,7 @@ class RewardParts:
 Scorer = Callable[[Response], RewardParts | float]
 
 
-class ScorerError(ValueError):
+class ScorerError(InputError):
     """A scorer that cannot be used as the recipe says; one line."""
 
 
@@ -81,14 +86,21 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> tuple[Scorer, str]:
         )
     try:
         function = getattr(importlib.import_module(path), attribute)
-    except Exception as error:  # foreign code may fail in any way while it is imported
-        raise ScorerError(
-            f"reward.scorers: cannot import {name}: {type(error).__name__}: {error}"
-        ) from error
+    except BaseException as error:  # foreign code may end in any way while it is imported
+        raise ScorerError(f"reward.scorers: cannot import {name}: {said(error)}") from error
     if not callable(function):
         raise ScorerError(f"reward.scorers: {name} is a {type(function).__name__}, not a function")
     _check_options(name, function, (None,), options)
     return partial(function, **options), path
+
+
+def said(error: BaseException) -> str:
+    """`ValueError: what`: the first line of foreign code's error, whatever its `__str__` does."""
+    try:
+        first_line = str(error).strip().partition("\n")[0][:MOST_SAID]
+    except BaseException as worse:  # in a worker's process there is nobody else to stop
+        first_line = f"its text cannot be had: {type(worse).__name__} in __str__"
+    return f"{type(error).__name__}: {first_line}"
 
 
 def component_name(name: str) -> str:

@@ -31,6 +31,7 @@ from megarl.rewards.scorer import (
     component_name,
     load_scorer,
     parts_of,
+    said,
 )
 from megarl.rewards.sources import Sources, loaded_since
 
@@ -90,8 +91,9 @@ def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
     for name, scorer in scorers:
         try:
             parts = parts_of(scorer(response))
-        # The pool's boundary: any failure of foreign code is a status, its `sys.exit()` too.
-        except (Exception, SystemExit) as error:
+        # The pool's boundary, in a process for foreign code alone: whatever it raises, its
+        # `sys.exit()` and KeyboardInterrupt too, is a status.
+        except BaseException as error:
             seconds = time.perf_counter() - started
             return Verdict({}, "", f"{name}: {_describe(error)}", seconds)
         components[name] = parts.total
@@ -103,9 +105,7 @@ def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
 def _describe(error: BaseException) -> str:
     """`ValueError: what (file.py:12)`, one line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    first_line = str(error).strip().partition("\n")[0][:300]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    return f"{type(error).__name__}: {first_line} ({where})"
+    return f"{said(error)} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:

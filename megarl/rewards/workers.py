@@ -31,6 +31,8 @@ CHUNK_SECONDS = 0.02
 CHUNK_MOST = 64
 PATIENCE_SECONDS = 0.05
 START_SECONDS = 120.0
+END_SECONDS = 1.0
+"""What a worker that closed its pipe gets to end by itself: the exit code is then its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,8 @@ class WorkerPool:
                 if answer is None:
                     answer = worker.receive(began + self._deadline - time.monotonic())
             except EOFError:
-                self._finish(job, Died(self._kill(worker), time.monotonic() - began))
+                code = self._kill(worker, END_SECONDS)
+                self._finish(job, Died(code, time.monotonic() - began))
             else:
                 if answer is not None:
                     self._typical_seconds += 0.2 * (answer.seconds - self._typical_seconds)
@@ -243,10 +246,10 @@ class WorkerPool:
             if self._open == 0:
                 self._done.notify_all()
 
-    def _kill(self, worker: _Worker) -> int:
+    def _kill(self, worker: _Worker, patience: float = 0.0) -> int:
         with self._work:
             self._live.discard(worker)
-        return worker.kill()
+        return worker.kill(patience)
 
 
 class _Closed(Exception):
@@ -299,6 +302,11 @@ class _Worker:
                 raise EOFError
             self._received += read
 
+    def _has_ended(self) -> bool:
+        """The process stays uncollected, so that its number still names its group."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, how) is not None
+
     def interrupt(self) -> None:
         """Kill the process and all it started; the thread that reads from it sees the end."""
         try:
@@ -306,9 +314,13 @@ class _Worker:
         except ProcessLookupError:
             self._process.kill()
 
-    def kill(self) -> int:
-        """Kill, wait and free what belongs to it; idempotent. Returns the exit code."""
+    def kill(self, patience: float = 0.0) -> int:
+        """Kill, wait and free what belongs to it; idempotent. Returns the exit code: its own when
+        it ends by itself within `patience` seconds."""
         if self._process.returncode is None:
+            until = time.monotonic() + patience
+            while not self._has_ended() and time.monotonic() < until:
+                time.sleep(0.01)
             self.interrupt()
             self._process.wait()
             self._process.stdin.close()

@@ -53,7 +53,6 @@ class Case:
     """A pattern that the one line must match."""
     settings: dict[str, object]
     change: Callable[[Path], None] = lambda folder: None
-    code: int = 2
     long: bool = False
 
 
@@ -124,14 +123,13 @@ CASES = [
         _config(sliding_window=64),
     ),
     Case("no GPU", r"cuda.*GPU|GPU.*cuda", {"world.device": "cuda"}),
-    Case("no weights", r"no file holds|safetensors", {}, _without("*.safetensors"), 1, True),
-    Case("weights cut off", r"model\.safetensors", {}, _cut_weights, 1, True),
-    Case("no tokenizer", r"tokenizer", {}, _without("tokenizer*"), 1, True),
+    Case("no weights", r"no file holds|safetensors", {}, _without("*.safetensors"), long=True),
+    Case("weights cut off", r"model\.safetensors", {}, _cut_weights, long=True),
+    Case("no tokenizer", r"tokenizer", {}, _without("tokenizer*"), long=True),
     Case(
         "no data file",
         r"/none\.jsonl does not exist",
         {"data.train": "/none.jsonl"},
-        code=1,
         long=True,
     ),
     Case(
@@ -140,7 +138,6 @@ CASES = [
         r".*train\.jsonl:3: not JSON.*train\.jsonl:5: no \"answer\"",
         {},
         _bad_rows,
-        1,
     ),
     Case(
         "a prompt too long",
@@ -148,10 +145,14 @@ CASES = [
         r"data\.max_prompt_tokens is 32",
         {},
         _long_prompt,
-        1,
-        True,
+        long=True,
     ),
 ]
+
+
+def _check_refused(ended: Ended, says: str) -> None:
+    assert ended.code == 2 and len(ended.lines) == 1, ended.output
+    assert re.search(says, ended.lines[0]), ended.output
 
 
 def _check(ended: Ended, folder: Path, code: int, says: str) -> None:
@@ -179,7 +180,23 @@ def test_a_bad_input_is_one_clear_line(
     start = [*LAUNCH[:2], values.pop("recipe", LAUNCH[2])]
     ended = end_of([*start, *settings(folder, tmp_path, **values)])
     table.add(case.name, ended)
-    _check(ended, tmp_path / "run", case.code, case.says)
+    _check(ended, tmp_path / "run", 2, case.says)
+
+
+def test_a_mistyped_scorer_is_named_and_the_next_launch_may_have_its_name(
+    data: Path, tmp_path: Path, table: Table
+) -> None:
+    """Ranks that lead no replica load no scorer: one of the two meets the error."""
+    values = {"run.name": "run", "rollout.tp": 2, "run.iterations": 1, "data.eval": "null"}
+    wrong = {"reward.scorers": "[{name: 'tests.launch.scorers:nosuch'}]"}
+    ended = end_of([*LAUNCH, *settings(data, tmp_path, **values, **wrong)])
+    table.add("mistyped scorer", ended)
+    _check(ended, tmp_path / "run", 2, r"cannot import tests\.launch\.scorers:nosuch: Attribute")
+    ended = end_of([*LAUNCH, *settings(data, tmp_path, **values)])
+    assert ended.code == 0, ended.output
+    assert (tmp_path / "run" / "finished.json").exists()
+    ended = end_of([*LAUNCH, *settings(data, tmp_path, **values)])
+    _check_refused(ended, r"run holds a finished run")
 
 
 @pytest.mark.long

@@ -63,6 +63,7 @@ def test_what_no_rank_told_is_told_here(
         ({"r0": 143, "r1": 1}, 1),
         ({"r0": -KILL, "r1": 1}, 1),  # did not hear SIGTERM, so torchrun killed it
         ({"r0": 2, "r1": -TERM}, 2),
+        ({"r0": 1, "r1": 2}, 2),  # it lost the one that met wrong input
         ({"r0": -TERM, "r1": -KILL}, 1),
     ],
 )

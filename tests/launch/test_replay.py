@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe.runfolder import read_run
+from megarl.observe.summary import summary
 from tests.launch.replays import gradients
 from tests.launch.runs import Finished, launch, make_model, read_lines, settings, start
 from tests.models.support import relative
@@ -77,11 +79,15 @@ def test_in_its_own_layout_every_bit_comes_again(run: Finished) -> None:
 
 def test_an_update_of_other_numbers_is_beyond_tolerance(run: Finished) -> None:
     """Asked for, another learning rate: the first step is of the same weights, the second not."""
-    asked = replay(run, 0, *ONE_RANK, "actor.lr=2.0e-3")
+    asked = replay(run, 0, "actor.lr=2.0e-3")
     assert asked.code == 1, asked.output
     assert "asked for: actor.lr=0.002 (run: 0.001)" in asked.output
     assert "is beyond tolerance: iteration 0 step 1: " in asked.output
     assert asked.output.count("megarl: error: ") == 1
+    # Of two ranks' streams, the verdict comes after the table.
+    assert asked.output.index("old log-probs recomputed") < asked.output.index("is beyond tol")
+    text = summary(read_run(asked.folder))
+    assert f"replay of {run.folder}@0: beyond tolerance" in text and "INCOMPLETE" not in text
 
 
 @pytest.mark.long

@@ -113,3 +113,35 @@ def everything(response: Response) -> RewardParts:
             )
         ),
     )
+
+
+class Unruly(BaseException):
+    """No Exception, and without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NoText:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def unruly(response: Response) -> object:
+    """Ends as the response's text says, in ways that no scorer should."""
+    match response.text.split():
+        case ["interrupt"]:
+            raise KeyboardInterrupt("stop")
+        case ["base"]:
+            raise Unruly
+        case ["generator"]:
+            raise GeneratorExit
+        case ["detail"]:
+            return RewardParts(1.0, NoText())
+        case ["abort"]:
+            os.abort()
+        case ["slow", "exit", code]:
+            os.closerange(3, 64)  # the pipes to the pool among them
+            time.sleep(min(0.3 if int(code) < 10 else 60.0, float(code)))
+            os._exit(int(code))
+    return 1.0

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.contracts.errors import InputError
 from megarl.contracts.hashes import contract_hash
 from megarl.reshard.families.spec import ModelSpec
 
 
-class FolderError(ValueError):
+class FolderError(InputError):
     """A model folder that is missing, incomplete, or of a kind that is not handled."""
 
 

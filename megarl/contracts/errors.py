@@ -1,0 +1,10 @@
+"""What a person gave and the program cannot use."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Settings, a model folder, data or a scorer that cannot be used; one line, what to change.
+
+    A launch that ends with one before it has weights ends with exit code 2.
+    """
