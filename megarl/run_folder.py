@@ -18,7 +18,7 @@ from megarl.observe.runfolder import (
     TIMELINE_FILE,
     TOKENIZER_FOLDER,
 )
-from megarl.recipe import Recipe, RecipeError
+from megarl.recipe import Recipe, RecipeError, load_recipe
 
 LOGS = "logs"
 START_FILES = frozenset({RECIPE_FILE, ENVIRONMENT_FILE, DATA_FILE, TIMELINE_FILE})
@@ -76,7 +76,15 @@ def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
 
 def _never_began(folder: Path) -> bool:
     """Whether nothing lies there but what a run writes before it has weights: it learnt nothing."""
-    return (folder / RECIPE_FILE).is_file() and all(map(_is_of_the_start, folder.iterdir()))
+    return _is_stored(folder / RECIPE_FILE) and all(map(_is_of_the_start, folder.iterdir()))
+
+
+def _is_stored(recipe: Path) -> bool:
+    """Whether a run wrote this file. One written by hand is somebody's work, and stays."""
+    try:
+        return load_recipe(recipe, []).resolved_yaml() == recipe.read_text(encoding="utf-8")
+    except (RecipeError, OSError, UnicodeDecodeError):
+        return False
 
 
 def _is_of_the_start(entry: Path) -> bool:

@@ -114,3 +114,12 @@ def test_whatever_else_lies_there_is_kept(tmp_path: Path, file: str) -> None:
     with pytest.raises(RecipeError, match="holds .* run; set run.name"):
         claim_folder(_recipe(tmp_path))
     assert (run / file).read_text() == "work"
+
+
+def test_a_recipe_written_by_hand_is_not_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "recipe.yaml"
+    mine.parent.mkdir()
+    mine.write_text(QUICKSTART.read_text())
+    with pytest.raises(RecipeError, match="holds an unfinished run; set run.name"):
+        claim_folder(_recipe(tmp_path))
+    assert mine.read_text() == QUICKSTART.read_text()

@@ -305,7 +305,10 @@ class _Worker:
     def _has_ended(self) -> bool:
         """The process stays uncollected, so that its number still names its group."""
         how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, how) is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, how) is not None
+        except ChildProcessError:  # `interrupt` of another thread has collected it
+            return True
 
     def interrupt(self) -> None:
         """Kill the process and all it started; the thread that reads from it sees the end."""
