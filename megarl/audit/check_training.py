@@ -84,9 +84,10 @@ def first_losses(view: IterationView) -> Iterator[Found]:
 def denominators(view: IterationView) -> Iterator[Found]:
     """Each update step counted the action tokens and sequences that its minibatch has."""
     for line in view.run.updates.of(view.number)[:1]:
-        for at, (step, totals) in enumerate(
-            zip(line["steps"], view.again.plan.totals, strict=False)
-        ):
+        steps, minibatches = line["steps"], view.again.plan.totals
+        if len(steps) != len(minibatches):  # told by `updates`
+            continue
+        for at, (step, totals) in enumerate(zip(steps, minibatches, strict=True)):
             for field in ("tokens", "sequences"):
                 if step.get(field) != (value := getattr(totals, field)):
                     what = f"step {at} counted {step.get(field)}, its minibatch has {value}"

@@ -217,6 +217,11 @@ def an_update_that_is_not_told(forger: Forger) -> None:
     forger.lines("updates.jsonl", lambda lines: lines.pop(1) and None)
 
 
+@fault("updates metrics", "1 steps")
+def a_step_is_missing(forger: Forger) -> None:
+    forger.lines("updates.jsonl", lambda lines: lines[1]["steps"].pop())
+
+
 @fault("updates metrics", "steps")
 def a_step_that_was_skipped_and_taken(forger: Forger) -> None:
     forger.lines("updates.jsonl", lambda lines: lines[1]["steps"][0].update(stepped=False))

@@ -50,7 +50,7 @@ def test_a_hung_grader_costs_its_deadline_and_no_more():
             assert 2 * deadline <= took < 4 * deadline
         assert [record.total for record in score(pool, ["score 3"] * 4)] == [3.0] * 4
         assert not pool.failures.details
-    assert left_of(before) == []
+    assert left_of(before) == [] and child_processes() == before
 
 
 def test_saying_nothing_wins_nothing():
