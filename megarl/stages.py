@@ -26,6 +26,8 @@ STAGES = (
     "log_probs",
     "seal",
     "update",
+    "checkpoint",
+    "checkpoint_commit",
     "export",
 )
 """In the order of a run. Between two of them a rank is still in the earlier one."""

@@ -24,7 +24,7 @@ from megarl.recipe import (
     main,
     recipe_reference_markdown,
 )
-from megarl.recipe.reference import key_table
+from megarl.recipe.keys import key_table
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"

@@ -68,6 +68,12 @@ FROM_SEALED: Mapping[State, frozenset[State]] = MappingProxyType(
 )
 """A run that only trains: it finds its experience sealed, and generates nothing."""
 
+RESUMED: Mapping[State, frozenset[State]] = MappingProxyType(
+    TRANSITIONS
+    | {State.ACTOR_COMMITTED: TRANSITIONS[State.ACTOR_COMMITTED] | {State.EXPERIENCE_SEALED}}
+)
+"""A run that goes on: its first iteration may find its experience sealed."""
+
 EVIDENCE: Mapping[State, tuple[str, ...]] = MappingProxyType(
     {
         State.ACTOR_COMMITTED: ("weight_manifest_hash",),

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megarl.recipe.checks import refusals
+from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.learning import (
     AlgorithmSection,
     DynamicSamplingSection,
@@ -26,15 +26,17 @@ from megarl.recipe.learning import (
     RewardSection,
     ScorerSection,
 )
-from megarl.recipe.reference import help_text, key_table, recipe_reference_markdown
+from megarl.recipe.reference import help_text, recipe_reference_markdown
 from megarl.recipe.schema import Recipe
 from megarl.recipe.sections import (
     ActorSection,
+    CheckpointSection,
     DataSection,
     EvalSection,
     ExperienceSection,
     ModelSection,
     ObserveSection,
+    ResumeSection,
     RolloutSection,
     RunSection,
     WorldSection,
@@ -44,6 +46,7 @@ from megarl.recipe.source import RecipeError, Settings, apply_overrides, dotted,
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
+    "CheckpointSection",
     "DataSection",
     "DynamicSamplingSection",
     "EvalSection",
@@ -55,6 +58,7 @@ __all__ = [
     "ParitySection",
     "Recipe",
     "RecipeError",
+    "ResumeSection",
     "RewardSection",
     "RolloutSection",
     "RunSection",
@@ -62,6 +66,7 @@ __all__ = [
     "WorldSection",
     "help_text",
     "load_recipe",
+    "recipe_of_tree",
     "recipe_reference_markdown",
 ]
 
@@ -74,6 +79,7 @@ SEEDED_KEYS = (
     ("model", "path"),
     ("data", "train"),
     ("data", "eval"),
+    ("resume", "from"),
 )
 
 
@@ -98,6 +104,20 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def recipe_of_tree(tree: Mapping[str, Any]) -> Recipe:
+    """The recipe of a resolved tree, as `Recipe.model_dump(mode="json")` makes it.
+
+    Keys that are younger than the tree get their defaults. Raises `RecipeError`, which does not say
+    where the tree lies.
+    """
+    settings = Settings("recipe", dict(tree))
+    _refuse_unknown_keys(settings)
+    try:
+        return Recipe.model_validate_json(json.dumps(settings.data))
+    except ValidationError as error:
+        raise RecipeError(_problems(error, settings)) from error
+
+
 def _refuse_unknown_keys(settings: Settings) -> None:
     known = [row.key for row in key_table()]
     sections = {dotted(key.split(".")[:depth]) for key in known for depth in (1, 2, 3)}
@@ -106,7 +126,7 @@ def _refuse_unknown_keys(settings: Settings) -> None:
         for part, value in tree.items():
             here = dotted((*path, part))
             if here not in sections:
-                near = _nearest(here, sorted(sections))
+                near = nearest_key(here, sorted(sections))
                 hint = f"; did you mean {near}?" if near else "; see --help for the keys"
                 place = settings.place((*path, part))
                 raise RecipeError(f"{place}: {here}: unknown key{hint}")
@@ -114,20 +134,6 @@ def _refuse_unknown_keys(settings: Settings) -> None:
                 walk(value, (*path, part))
 
     walk(settings.data, ())
-
-
-def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """The known key most like `key`: in its own section, else by its last part anywhere."""
-    section, _, leaf = key.rpartition(".")
-    siblings = {
-        name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section
-    }
-    if match := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
-        return siblings[match[0]]
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    if match := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75):
-        return leaves[match[0]]
-    return None
 
 
 def _name_run(settings: Settings, path: Path) -> None:
@@ -220,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _value(recipe: Recipe, key: str) -> Any:
     value: Any = recipe
     for part in key.split("."):
-        if not isinstance(value, BaseModel) or part not in type(value).model_fields:
+        fields = type(value).model_fields if isinstance(value, BaseModel) else {}
+        named = {info.alias or name: name for name, info in fields.items()}
+        if part not in named:
             raise RecipeError(f"--get {key}: unknown key; see --help for the keys")
-        value = getattr(value, part)
+        value = getattr(value, named[part])
     return value

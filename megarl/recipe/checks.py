@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.schema import Recipe
+from megarl.recipe.sections import RESUME_CONTENTS
 from megarl.rewards.scorer import BUILT_IN
 
 # Of the 255 bytes that file systems give a name; `.replay-<n>.replaced-<n>` may follow.
@@ -45,13 +47,15 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _reward(recipe)
     yield from _parity(recipe)
     yield from _experience(recipe)
+    yield from _checkpoint(recipe)
+    yield from _resume(recipe)
 
 
 def _name(recipe: Recipe) -> Iterator[Refusal]:
     name = recipe.run.name
     if name is None:
         return
-    told = repr(name if len(name) <= 40 else name[:39] + "…")
+    told = _brief(name)
     size = len(name.encode(errors="replace"))
     if name in (".", "..") or "/" in name:
         yield (
@@ -69,6 +73,10 @@ def _name(recipe: Recipe) -> Iterator[Refusal]:
             f"{told} is {size} bytes long; a folder's name, with what is added for replays and "
             f"replaced runs, has room for {LONGEST_NAME}",
         )
+
+
+def _brief(name: str) -> str:
+    return repr(name if len(name) <= 40 else name[:39] + "…")
 
 
 def _layout(recipe: Recipe) -> Iterator[Refusal]:
@@ -256,3 +264,42 @@ def _experience(recipe: Recipe) -> Iterator[Refusal]:
             "without experience.keep every iteration stays; set experience.keep, or leave "
             "keep_every out",
         )
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[Refusal]:
+    checkpoint = recipe.checkpoint
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if keep_every and not every:
+        yield (
+            ("checkpoint.keep_every", "checkpoint.every"),
+            "with checkpoint.every 0 there is one checkpoint, at the end, and it stays anyway; "
+            "set checkpoint.every, or leave keep_every out",
+        )
+    elif keep_every and keep_every % every:
+        yield (
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"{keep_every} is no multiple of checkpoint.every {every}, so most of the checkpoints "
+            f"it would keep are never made; set {every * max(1, round(keep_every / every))}",
+        )
+    if checkpoint.export_best and recipe.data.eval is None:
+        yield (
+            ("checkpoint.export_best", "data.eval"),
+            "without held-out prompts no weights are the best; set data.eval, or leave "
+            "export_best out",
+        )
+
+
+def _resume(recipe: Recipe) -> Iterator[Refusal]:
+    resume = recipe.resume
+    known = [*RESUME_CONTENTS, *(row.key for row in key_table())]
+    for index, name in enumerate(resume.allow):
+        if name not in known:
+            near = nearest_key(name, known)
+            hint = f"; did you mean {near}?" if near else "; see --help for the keys"
+            yield (
+                (f"resume.allow.{index}", "resume.allow"),
+                f"{_brief(name)} is neither a recipe key nor one of "
+                f"{', '.join(RESUME_CONTENTS)}{hint}",
+            )
+        elif name in resume.allow[:index]:
+            yield ((f"resume.allow.{index}",), f"{name} is listed twice; keep one")

@@ -1,12 +1,13 @@
-"""Where two recipes would compute different updates from the same sealed facts.
+"""Where two recipes part: in what an update computes from sealed facts, or in what a run computes.
 
-Most keys cannot: rewards, prompts and samples are sealed; layout, packing and memory only move
-roundings; display and retention compute nothing.
+Most keys do not change an update from sealed facts: rewards, prompts and samples are sealed;
+layout, packing and memory only move roundings; display and retention compute nothing. A run that
+is resumed still draws, generates and scores: there most keys count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
 from typing import Any
 
 from megarl.recipe.schema import Recipe
@@ -36,30 +37,68 @@ NOT_UPDATE_KEYS = ("algorithm.dynamic_sampling",)
 """Within those sections: what only generation reads."""
 
 
+FREE_ON_RESUME = (
+    # What the run is called, where it lies, what is shown and kept of it: no number depends on it.
+    "run",
+    "observe",
+    "experience",
+    "checkpoint",
+    "resume",
+    # Evaluation and the parity check read the run and change nothing of it.
+    "eval",
+    "parity",
+    # Layout, packing, memory and speed: the same sums in another order.
+    "world",
+    "actor.tp",
+    "actor.pp",
+    "actor.offload",
+    "actor.tokens_per_micro_batch",
+    "actor.recompute",
+    "actor.logprob_chunk_tokens",
+    "rollout.tp",
+    "rollout.max_total_tokens",
+    "rollout.max_running_requests",
+    "rollout.chunked_prefill_tokens",
+    "rollout.release",
+    "rollout.bucket_bytes",
+    "reward.workers",
+    # Paths: what lies there is compared by content, wherever it was moved.
+    "model.path",
+    "data.train",
+    "data.eval",
+)
+"""Keys and whole sections that may change when a run is resumed; any other key counts as changing
+the maths or the data. `run.iterations` is free only where the learning rate does not depend on it.
+"""
+
+
 def update_differences(recipe: Recipe, ran: Recipe) -> dict[str, tuple[Any, Any]]:
     """Key → (the recipe's value, the run's), for keys that change what an update computes."""
-    mine, theirs = dict(_flat(recipe)), dict(_flat(ran))
-    keys = [key for key in mine | theirs if _counts(key)]
+    mine, theirs = recipe.flat(), ran.flat()
+    keys = [key for key in mine if _within(key, UPDATE_KEYS) and not _within(key, NOT_UPDATE_KEYS)]
     if recipe.actor.lr_schedule != "constant":
         keys.append("run.iterations")  # the length of the decay
-    return {
-        key: (mine.get(key), theirs.get(key)) for key in keys if mine.get(key) != theirs.get(key)
-    }
+    return {key: (mine[key], theirs[key]) for key in keys if mine[key] != theirs[key]}
 
 
-def _counts(key: str) -> bool:
-    def within(names: tuple[str, ...]) -> bool:
-        return any(key == name or key.startswith(name + ".") for name in names)
+def resume_differences(recipe: Recipe, stored: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Key → (old, new): what a run of `stored` may not take from `recipe` without being told.
 
-    return within(UPDATE_KEYS) and not within(NOT_UPDATE_KEYS)
+    Values are plain JSON data, lists and mappings whole. Contents behind
+    paths (tokenizer, model, data, scorers' versions) are not looked at.
+    """
+    new, old = recipe.flat(), stored.flat()
+    decays = {recipe.actor.lr_schedule, stored.actor.lr_schedule} != {"constant"}
+    counted = [key for key in new if not _within(key, FREE_ON_RESUME)]
+    if decays:
+        counted.append("run.iterations")  # the length of the decay
+    # As text, for Python takes 1, 1.0 and true for the same and a scorer's option need not.
+    return {key: (old[key], new[key]) for key in counted if _text(old[key]) != _text(new[key])}
 
 
-def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    def walk(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for part, value in tree.items():
-            if isinstance(value, dict):
-                yield from walk(value, (*path, part))
-            else:
-                yield ".".join((*path, part)), value
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
 
-    return walk(recipe.model_dump(mode="json"), ())
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

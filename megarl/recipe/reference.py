@@ -1,41 +1,16 @@
-"""The recipe's keys as text, made from the schema: the table of `--help` and docs/recipe.md."""
+"""The recipe's keys as text: the table of `--help` and docs/recipe.md."""
 
 from __future__ import annotations
 
-import json
 import textwrap
-from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
+from megarl.recipe.differences import FREE_ON_RESUME
+from megarl.recipe.keys import key_table
 from megarl.recipe.learning import ScorerSection
 from megarl.recipe.schema import Recipe
+from megarl.recipe.sections import RESUME_CONTENTS
 
 COMMAND = "python -m megarl.recipe --reference > docs/recipe.md"
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRow:
-    """One key: dotted name, what it takes, its default ("required" when there is none), meaning."""
-
-    key: str
-    takes: str
-    default: str
-    meaning: str
-
-
-def key_table(model: type[BaseModel] = Recipe, prefix: str = "") -> list[KeyRow]:
-    """Every key of the schema in declared order, sections flattened."""
-    rows: list[KeyRow] = []
-    for name, info in model.model_fields.items():
-        if _is_section(info.annotation):
-            rows += key_table(info.annotation, f"{prefix}{name}.")
-        else:
-            rows.append(KeyRow(prefix + name, _takes(info), _default(info), info.description or ""))
-    return rows
 
 
 def help_text(width: int = 100) -> str:
@@ -76,8 +51,8 @@ def recipe_reference_markdown() -> str:
         "  here win, sections merge key by key, lists are replaced whole.",
         "- `key=value` on the command line wins over files: `rollout.tp=2`,",
         "  `reward.scorers=[{name: exact_match}]`. Values are YAML.",
-        "- `{seed}` in `run.name`, `run.folder`, `model.path`, `data.train` and `data.eval` is the",
-        "  seed. Paths are relative to the folder the command is started in.",
+        "- `{seed}` in `run.name`, `run.folder`, `model.path`, `data.train`, `data.eval` and",
+        "  `resume.from` is the seed. Paths are relative to the folder the command is started in.",
         "- `python -m megarl.recipe RECIPE [key=value …]` checks a recipe and prints it resolved.",
     ]
     section = None
@@ -113,47 +88,28 @@ def _notes() -> list[str]:
         "draws from another distribution than the one the trainer scores, and every importance",
         "ratio would carry the difference.",
         "",
+        *_resume_note(),
+    ]
+
+
+def _resume_note() -> list[str]:
+    free = ", ".join(f"`{name}`" for name in FREE_ON_RESUME)
+    paragraphs = (
+        "A run that is resumed may change these keys, and all keys of these sections: "
+        f"{free}; but `run.iterations` only while `actor.lr_schedule` is constant.",
+        "Where any other key differs, the run is refused with old and new value, unless "
+        "`resume.allow` names that key. What the run was made with is compared too, by content; "
+        f"there `resume.allow` knows the names {', '.join(RESUME_CONTENTS)}.",
+    )
+    return [
+        line
+        for text in paragraphs
+        for line in (
+            *textwrap.wrap(text, 96, break_on_hyphens=False, break_long_words=False),
+            "",
+        )
     ]
 
 
 def _section_doc(name: str) -> str:
     return (Recipe.model_fields[name].annotation.__doc__ or "").partition("\n")[0]
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _takes(info: FieldInfo) -> str:
-    names = {int: "integer", float: "number", str: "text", bool: "true | false"}
-
-    def name(kind: Any) -> str:
-        if hasattr(kind, "__metadata__"):
-            return name(get_args(kind)[0])
-        if get_origin(kind) is Literal:
-            return " | ".join(get_args(kind))
-        if get_origin(kind) in (Union, UnionType):
-            return " or ".join(
-                "empty" if part is type(None) else name(part) for part in get_args(kind)
-            )
-        if get_origin(kind) is dict:
-            return f"mapping to {name(get_args(kind)[1])}"
-        if get_origin(kind) is tuple:
-            parts = get_args(kind)
-            if parts[-1] is Ellipsis:
-                return f"list of {'scorers' if _is_section(parts[0]) else name(parts[0])}"
-            return f"list of {len(parts)} {name(parts[0])}s"
-        return names[kind]
-
-    return name(info.annotation)
-
-
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "required"
-    value = info.default
-    if value is None:
-        return "empty"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 from ruamel.yaml import YAML
@@ -17,12 +18,14 @@ from megarl.contracts.hashes import contract_hash
 from megarl.recipe.learning import PARITY_DEFAULTS, AlgorithmSection, ParitySection, RewardSection
 from megarl.recipe.sections import (
     ActorSection,
+    CheckpointSection,
     DataSection,
     EvalSection,
     ExperienceSection,
     ModelSection,
     Natural,
     ObserveSection,
+    ResumeSection,
     RolloutSection,
     RunSection,
     Section,
@@ -45,6 +48,8 @@ class Recipe(Section):
     parity: ParitySection = ParitySection()
     eval: EvalSection = EvalSection()
     experience: ExperienceSection = ExperienceSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resume: ResumeSection = ResumeSection()
     observe: ObserveSection = ObserveSection()
 
     @model_validator(mode="after")
@@ -67,11 +72,28 @@ class Recipe(Section):
 
     @property
     def hash(self) -> str:
-        """`sha256:…` of all that can change a number: the run's name, folder and display cannot."""
+        """`sha256:…` of all that can change a number: the run's name, folder and display cannot,
+        nor can what is kept of it, nor where it was continued from."""
         content = self.model_dump(mode="json")
-        del content["observe"], content["experience"]
+        for section in ("observe", "experience", "checkpoint", "resume"):
+            del content[section]
         content["run"] = {"iterations": self.run.iterations}
         return contract_hash(content)
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key → value as plain JSON data, in declared order; lists and mappings whole."""
+        found: dict[str, Any] = {}
+
+        def walk(section: Section, told: dict[str, Any], prefix: str) -> None:
+            for field, info in type(section).model_fields.items():
+                name, value = info.alias or field, getattr(section, field)
+                if isinstance(value, Section):
+                    walk(value, told[name], f"{prefix}{name}.")
+                else:
+                    found[prefix + name] = told[name]
+
+        walk(self, self.model_dump(mode="json"), "")
+        return found
 
     def resolved_yaml(self) -> str:
         """Every key with its value, in declared order; itself a recipe that resolves to the same.

@@ -18,6 +18,9 @@ FilePath = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 StageName = Literal[STAGES]
 
+RESUME_CONTENTS = ("tokenizer", "model", "data", "eval_data", "sampling", "scorer", "records")
+"""What a resume compares besides recipe keys; `resume.allow` takes these names too."""
+
 
 class Section(BaseModel):
     """Frozen, refuses unknown keys, never converts one type into another (an int is a float)."""
@@ -198,6 +201,66 @@ class ExperienceSection(Section):
     )
     keep_every: Natural = Field(
         0, description="Besides these every so many iterations stay; 0: no others."
+    )
+
+
+class CheckpointSection(Section):
+    """Training positions on disk, `checkpoints/iter_N/` in the run's folder, and exports beside."""
+
+    every: Natural = Field(
+        10,
+        description="Iterations between checkpoints, besides one at the end; 0: only that one. "
+        "What was learnt since the last one is lost with the run.",
+    )
+    keep: Positive = Field(
+        2,
+        description="Newest whole checkpoints that stay; each holds weights and optimizer state.",
+    )
+    keep_every: Natural = Field(
+        0,
+        description="Besides these every so many iterations stay, a multiple of every; 0: no "
+        "others.",
+    )
+    background: bool = Field(
+        True,
+        description="Write from a copy in host memory while training goes on; false: training "
+        "waits for the disk.",
+    )
+    export_every: Natural = Field(
+        0,
+        description="Iterations between Hugging Face exports into `exports/iter_N/`, all of which "
+        "stay; 0: only hf/ at the end.",
+    )
+    export_best: bool = Field(
+        False,
+        description="Export whenever held-out accuracy is the highest so far; `exports/best` "
+        "points to it. Needs data.eval.",
+    )
+
+
+class ResumeSection(Section):
+    """What a run continues from: it must fit, or the run is refused with old and new value."""
+
+    # `from` is a word of Python's own, so the field has another name; settings never see it.
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: FilePath = Field(
+        "auto",
+        alias="from",
+        description="auto: the newest whole checkpoint of the run's own folder, without one the "
+        "start; never: the start, and refuse a folder that holds a run; or the path of a "
+        "checkpoint or a run folder, here or of another run.",
+    )
+    use: Literal["regenerate", "reuse_sealed"] = Field(
+        "regenerate",
+        description="What an iteration that was cut off leads to: it is generated again, or "
+        "trained from its own sealed experience, where there is one of the weights resumed from.",
+    )
+    allow: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="What may differ from the run resumed from though it changes the maths or the "
+        f"data: recipe keys, and {', '.join(RESUME_CONTENTS)}.",
     )
 
 
