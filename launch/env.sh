@@ -24,7 +24,7 @@ megarl_find_python() {
         python="$(command -v python3)" || megarl_fail "there is no python3 here; run \`make venv\`"
     fi
     local missing
-    missing="$(trap '' INT; "$python" - <<'PYTHON'
+    missing="$(trap '' INT USR1; "$python" - <<'PYTHON'
 from importlib.util import find_spec
 
 modules = "torch megatron sglang transformers pydantic ruamel blake3".split()
@@ -35,10 +35,53 @@ PYTHON
         "$python has no $missing; run \`make venv\` in $megarl_root, or set MEGARL_PYTHON"
 }
 
+# megarl_signal NAME [MESSAGE CODE]: for the launcher, if it runs beside this shell. Else this shell
+# ends, or (no MESSAGE) keeps for the launcher that a stop was asked.
+megarl_signal() {
+    if [ -n "$!" ]; then
+        signalled=1
+        kill -s "$1" "$!" 2>/dev/null
+    elif [ $# -gt 1 ]; then
+        echo "$2" >&2
+        exit "$3"
+    else
+        stop_asked=1
+    fi
+}
+
+# Python must start with SIGUSR1 held, which would end it. Where `env` is too old (coreutils < 8.31)
+# it is ignored until the launcher holds it, a tenth of a second later.
+megarl_exec() {
+    local -a hold=()
+    trap '' USR1
+    ! env --block-signal=USR1 true 2>/dev/null || hold=(env --block-signal=USR1)
+    MEGARL_STOP_ASKED="$stop_asked" exec "${hold[@]}" "$@"
+}
+
+# Under Slurm this shell stays, passes signals on, and has a run that is not done started again.
+megarl_run_in_job() {
+    local code=0 signalled=1
+    (megarl_exec "$@") &
+    while [ -n "$signalled" ]; do # a signal ends `wait`, too
+        signalled=""
+        wait "$!"
+        code=$?
+    done
+    if [ "$code" -eq 75 ]; then
+        trap '' INT TERM USR1 # a job that is requeued is ended first
+        if scontrol requeue "$SLURM_JOB_ID"; then
+            echo "megarl: job $SLURM_JOB_ID is requeued" >&2
+        else
+            echo "megarl: job $SLURM_JOB_ID is not requeued; submit the same command again" >&2
+        fi
+    fi
+    exit "$code"
+}
+
 # megarl_launch MODULE RECIPE [key=value …] [--replay RUN@N | --only PART [--from RUN]] [--dry-run]:
-# replaces this shell by torchrun.
+# starts torchrun, under Slurm beside this shell and else in its place.
 megarl_launch() {
-    local module="$1" dry_run="" recipe="" argument python ranks
+    local module="$1" dry_run="" recipe="" stop_asked="" argument python ranks
     local -a settings=() modes=() command
     shift
     while [ $# -gt 0 ]; do
@@ -60,13 +103,14 @@ megarl_launch() {
     done
     [ -n "$recipe" ] || { megarl_usage >&2; exit 2; }
     # Signals are for this shell alone until the launcher takes over: Python would show a traceback.
-    trap 'echo "megarl: interrupted" >&2; exit 130' INT
-    trap 'echo "megarl: ended by SIGTERM" >&2; exit 143' TERM
+    trap 'megarl_signal INT "megarl: interrupted" 130' INT
+    trap 'megarl_signal TERM "megarl: ended by SIGTERM" 143' TERM
+    trap 'megarl_signal USR1' USR1
     megarl_find_python
     export PYTHONPATH="$megarl_root${PYTHONPATH:+:$PYTHONPATH}"
     # One thread per rank: measured best here, and torchrun would print a notice about it otherwise.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    ranks="$(trap '' INT; "$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" ||
+    ranks="$(trap '' INT USR1; "$python" -m megarl.recipe "$recipe" "${settings[@]}" --get world.ranks)" ||
         exit $?
     command=("$python" -m megarl.launcher "$ranks" "$module" "$recipe" "${settings[@]}" "${modes[@]}")
     if [ -n "$dry_run" ]; then
@@ -75,5 +119,6 @@ megarl_launch() {
         printf '\n'
         exit 0
     fi
-    exec "${command[@]}"
+    [ -z "${SLURM_JOB_ID:-}" ] || megarl_run_in_job "${command[@]}"
+    megarl_exec "${command[@]}"
 }

@@ -1,5 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=megarl --nodes=1 --ntasks-per-node=1
+#SBATCH --requeue --signal=B:USR1@120 --open-mode=append
 ''':' # Bash runs from here to the quotes; Python (torchrun runs this file with it) reads a string.
 here="$(dirname "${BASH_SOURCE[0]}")"
 # sbatch runs a copy of this file in a spool folder, but the job knows where it was.

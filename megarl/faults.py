@@ -3,7 +3,10 @@
     MEGARL_FAULT="kill@generate:rank=1:visit=2"     kind@stage, then what to narrow it to
 
 `rank` defaults to 1, `visit` (the how-manieth time the stage is entered) to 1, `seconds` (of
-`stuck`, `slow`, `frozen`) to an hour, 5 and 2.5. Any stage of `stages.STAGES`, or `vote <STATE>`.
+`stuck`, `slow`, `frozen`, `kill_inside`) to an hour, 5, 2.5 and 0.05. Any stage of `stages.STAGES`,
+or `vote <STATE>`. `kill` comes before the stage's work. `kill_inside` comes `seconds` later, from a
+thread, whatever the rank does by then: also in the background write that the stage began, and in
+the next stage where this one is shorter.
 `lose` is for a stage that generates and `rollout.tp` 1: as long as the stage lasts, SGLang is told
 to abort the rank's first request at every attempt.
 Refused unless MEGARL_FAULT_TESTING=1, so that no run is broken by a forgotten variable.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +42,12 @@ def _kill(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_later(fault: Fault) -> None:
+    timer = threading.Timer(fault.seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True  # a rank that ends earlier does not wait for it
+    timer.start()
+
+
 def _freeze(fault: Fault) -> None:
     time.sleep(fault.seconds)  # until the other ranks have seen which stage this one is in
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,6 +68,7 @@ def _sleep(fault: Fault) -> None:
 KINDS: Mapping[str, tuple[Callable[[Fault], None], float]] = MappingProxyType(
     {
         "kill": (_kill, 0.0),
+        "kill_inside": (_kill_later, 0.05),
         "raise": (_raise, 0.0),
         "lose": (_lose, 0.0),
         "stuck": (_sleep, 3600.0),

@@ -4,6 +4,7 @@
 
 Starts `NPROC` ranks of `python -m MODULE argument …` and ends with the failed rank's exit code.
 The ranks meet at a port that is free, or at MASTER_ADDR and MASTER_PORT where those are set.
+SIGUSR1 asks all of them to stop (`megarl.stop`); then the exit code is 75.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from megarl.torchrun import STAGE, TOLD
+from megarl import stop
+from megarl.torchrun import OURS, STAGE, STOP, TOLD
 
 SHUTDOWN_SECONDS = 10
 """After one rank failed, how long the others may take to end before they are killed."""
-OURS = "MEGARL_LAUNCHER"
-"""Set for ranks that this launcher started: it tells what signals did to them."""
+ASKED = "MEGARL_STOP_ASKED"
+"""Set by the launch script where SIGUSR1 came before there was a launcher."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -31,6 +34,7 @@ class PortError(RuntimeError):
 
 def main(arguments: list[str]) -> int:
     ranks, module, *rest = arguments
+    stop.hold()
     # Until torchrun takes signals over there is nothing to clean up.
     for number in SIGNALS:
         signal.signal(number, lambda received, _: os._exit(_ended_by(received)))
@@ -44,9 +48,22 @@ def main(arguments: list[str]) -> int:
     import torch.distributed.run  # noqa: F401 - takes seconds; no folder is left if it is cut short
 
     with tempfile.TemporaryDirectory(prefix="megarl_", ignore_cleanup_errors=True) as logs:
+        _take_stops(Path(logs) / STOP)
         options = [*meeting, "--nproc_per_node", ranks, "--log_dir", logs]
         options += ["--shutdown_timeout", str(SHUTDOWN_SECONDS), "-m", module, *rest]
         return _run(options, Path(logs))
+
+
+def _take_stops(file: Path) -> None:
+    """`file` is there as soon as this launcher is, or was, asked to stop: its ranks look for it."""
+
+    def ask() -> None:
+        with suppress(FileNotFoundError):  # the folder went with the last rank: nobody is left
+            file.touch()
+
+    if os.environ.pop(ASKED, ""):
+        ask()
+    stop.on_request(ask)
 
 
 def rendezvous() -> list[str]:
@@ -80,7 +97,11 @@ def _run(options: list[str], logs: Path) -> int:
     # After a rank failed torchrun closes the others without passing its --shutdown_timeout on.
     PContext.close.__defaults__ = (None, SHUTDOWN_SECONDS)
     try:
-        run(parse_args(options))
+        try:
+            run(parse_args(options))
+        finally:  # a second signal, as Slurm sends one to all of a job, finds everything told
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
     except ChildFailedError as error:
         return _failed(error, logs)
     except SignalException as error:
@@ -95,6 +116,8 @@ def _failed(error: object, logs: Path) -> int:
     """
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     failed = [code for code in codes.values() if 0 < code < 128]
+    if stop.EXIT_CODE in failed:
+        return stop.EXIT_CODE  # the ranks that torchrun ended then were on their way out too
     if list(logs.glob(f"*/*/{TOLD}")):
         # A rank that met wrong input ends with 2, and those it leaves alone with 1.
         return 2 if 2 in failed else failed[0] if failed else 1

@@ -12,8 +12,11 @@ import signal
 import sys
 from pathlib import Path
 
+OURS = "MEGARL_LAUNCHER"
+"""Set for ranks that `megarl.launcher` started: it tells what signals did to them."""
 TOLD = "told"
 STAGE = "stage"
+STOP = "stop"
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +35,12 @@ def stage_file() -> Path | None:
     """Where this rank keeps the name of its stage for whoever finds it dead."""
     folder = rank_folder()
     return folder / STAGE if folder is not None and folder.is_dir() else None
+
+
+def stop_file() -> Path | None:
+    """There once our launcher was asked to stop, in its log folder. None under another's."""
+    folder = rank_folder()
+    return None if folder is None or not os.environ.get(OURS) else folder.parents[2] / STOP
 
 
 def may_tell(why: str) -> bool:

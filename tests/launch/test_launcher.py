@@ -57,6 +57,13 @@ def test_what_no_rank_told_is_told_here(
     assert capsys.readouterr().err == f"megarl: {line}\n"
 
 
+@pytest.mark.parametrize("codes", [{"r0": 75, "r1": 75}, {"r0": -TERM, "r1": 75}, {"r0": 75}])
+def test_ranks_that_stopped_as_asked_need_no_word(codes: dict, logs: Path, capsys) -> None:
+    """torchrun counts them as failed, and ends those that are a moment later."""
+    assert _failed(_error(**codes), logs) == 75
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("codes", "code"),
     [
