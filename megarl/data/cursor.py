@@ -44,6 +44,11 @@ class PromptCursor:
         self._epoch, self._order = 0, self._shuffle(0)
 
     @property
+    def rows(self) -> tuple[Prompt, ...]:
+        """All that may be drawn, in the order of the file."""
+        return self._rows
+
+    @property
     def state(self) -> dict[str, Any]:
         """What was consumed, between two iterations; plain JSON."""
         return {

@@ -9,6 +9,7 @@ from megarl.contracts.hashes import bytes_hash
 from megarl.contracts.records import Experience, Scores
 from megarl.data.prepare import Prepared
 from megarl.experience.columns import CLOCK_COLUMNS
+from megarl.experience.drawn import DrawnFacts
 from megarl.experience.parts import SAMPLE_COLUMNS
 from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.world import Disagreement, World
@@ -28,16 +29,26 @@ def facts_hash(scores: Scores, prepared: Prepared) -> str:
 
 
 def seal(
-    world: World, store: ExperienceStore, header: SealHeader, scores: Scores, prepared: Prepared
+    world: World,
+    store: ExperienceStore,
+    header: SealHeader,
+    scores: Scores,
+    prepared: Prepared,
+    drawn: DrawnFacts,
 ) -> Experience:
     """Collective: the facts go to disk, and come back as this rank's immutable share of them.
 
     `store.rollout` was called before. Raises `Disagreement` naming the ranks when owners of one
-    part hold different facts: only one of them writes.
+    part hold different facts, or ranks say differently how they were `drawn`: one of them writes.
     """
-    parts = world.gather(facts_hash(scores, prepared))
+    told = world.gather((facts_hash(scores, prepared), drawn.line))
+    odd = [rank for rank, (_, line) in enumerate(told) if line != told[0][1]]
+    if odd:
+        raise Disagreement(
+            f"ranks {odd} drew otherwise than rank 0: {told[odd[0]][1]} against {told[0][1]}"
+        )
     by_owner: dict[int, str] = {}
-    for rank, part in enumerate(parts):
+    for rank, (part, _) in enumerate(told):
         expected = by_owner.setdefault(world.mesh.dp_index(rank), part)
         if part != expected:
             raise Disagreement(
@@ -51,5 +62,5 @@ def seal(
         ref_log_probs=prepared.ref_log_probs,
         values=None,
         producers=dict(header.producers),
-        hash=store.seal(header, prepared),
+        hash=store.seal(header, prepared, drawn),
     )

@@ -49,7 +49,7 @@ class Part:
 
     file: str
     kind: str
-    """`rollout`, `scored`, `prompts`, `selection` or `derived` (`parts.py`)."""
+    """`rollout`, `scored`, `prompts`, `drawn`, `selection` or `derived` (`parts.py`)."""
     index: int
     """Which replica (rollout) or data-parallel part (scored, derived) wrote it; 0 for others."""
     rows: int

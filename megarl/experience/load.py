@@ -19,6 +19,7 @@ from megarl.contracts.samples import Samples
 from megarl.data.table import name_pairs, pair_keys
 from megarl.experience import parts
 from megarl.experience.columns import Part, SealError, read_columns, read_lines
+from megarl.experience.drawn import DrawnFacts
 from megarl.experience.manifest import (
     DERIVED_FILE,
     MANIFEST_FILE,
@@ -61,10 +62,12 @@ class SealedIteration:
     manifest: Manifest
     prompts: tuple[dict[str, Any], ...]
     """By draw index: prompt_id, source, text, answer, metadata."""
+    drawn: DrawnFacts
     samples: Samples
     scores: Scores
     records: tuple[RewardRecord, ...]
     """The raw reward records, one a row."""
+    replica: np.ndarray  # int32 [N], the rollout replica that made the row
     owner: np.ndarray  # int32 [N], the data-parallel part that scored the row, −1 for none
     old_log_probs: np.ndarray  # float32 [R], NaN on rows without an owner
     ref_log_probs: np.ndarray | None  # float32 [R], likewise
@@ -96,11 +99,12 @@ def load_iteration(run_folder: Path, iteration: int) -> SealedIteration:
     prompts = _read_prompts(folder, manifest.parts)
     told = {"version_id": header.producers.get("rollout"), "scorer_version": header.scorer_version}
     rollouts = _read_kind(folder, manifest.parts, "rollout", told)
-    samples, scores, records = _joined(folder, rollouts)
+    samples, scores, records, replica = _joined(rollouts)
     if len(samples) != header.samples:
         raise SealError(f"{folder}: {len(samples)} samples, {header.samples} were sealed")
     if (samples.draw_index >= len(prompts)).any():
         raise SealError(f"{folder}: samples of draw_index beyond the {len(prompts)} prompts")
+    drawn = _read_drawn(folder, manifest, len(prompts))
     scored = _read_kind(folder, manifest.parts, "scored", {"producers": header.producers})
     owner = _owners(samples, scored)
     old = _spread(samples, scored, "old_log_probs")
@@ -111,9 +115,11 @@ def load_iteration(run_folder: Path, iteration: int) -> SealedIteration:
         folder=folder,
         manifest=manifest,
         prompts=prompts,
+        drawn=drawn,
         samples=samples,
         scores=scores,
         records=records,
+        replica=replica,
         owner=owner,
         old_log_probs=old,
         ref_log_probs=ref,
@@ -161,11 +167,7 @@ def _read_kind(
 
 
 def _read_prompts(folder: Path, listed: Sequence[Part]) -> tuple[dict[str, Any], ...]:
-    found = [part for part in listed if part.kind == "prompts"]
-    if len(found) != 1:
-        raise SealError(f"{folder}: {len(found)} lists of prompts, one is sealed")
-    lines = read_lines(folder, found[0])
-    path = folder / found[0].file
+    path, lines = _read_list(folder, listed, "prompts")
     for number, line in enumerate(lines):
         if not isinstance(line, dict) or parts.PROMPT_FIELDS - line.keys():
             raise SealError(f"{path}: line {number + 1} is no prompt")
@@ -175,10 +177,34 @@ def _read_prompts(folder: Path, listed: Sequence[Part]) -> tuple[dict[str, Any],
     return tuple(lines)
 
 
+def _read_drawn(folder: Path, manifest: Manifest, prompts: int) -> DrawnFacts:
+    path, lines = _read_list(folder, manifest.parts, "drawn")
+    try:
+        (line,) = lines
+        drawn = DrawnFacts.of_line(line)
+    except ValueError as error:
+        raise SealError(f"{path}: not how samples were drawn: {error}") from error
+    missing = prompts * manifest.header.sampling.n - manifest.header.samples
+    if sum(drawn.lost.values()) != missing:
+        raise SealError(
+            f"{path}: lost are {dict(drawn.lost)}, but {missing} responses of {prompts} groups are "
+            "missing"
+        )
+    return drawn
+
+
+def _read_list(folder: Path, listed: Sequence[Part], kind: str) -> tuple[Path, list[Any]]:
+    """(file, its JSON values) of the one part of a kind that is lines."""
+    found = [part for part in listed if part.kind == kind]
+    if len(found) != 1:
+        raise SealError(f"{folder}: {len(found)} {kind} parts, one is sealed")
+    return folder / found[0].file, read_lines(folder, found[0])
+
+
 def _joined(
-    folder: Path, rollouts: Sequence[_Read]
-) -> tuple[Samples, Scores, tuple[RewardRecord, ...]]:
-    """All replicas' rows in canonical order."""
+    rollouts: Sequence[_Read],
+) -> tuple[Samples, Scores, tuple[RewardRecord, ...], np.ndarray]:
+    """All replicas' rows in canonical order, and int32 [N], whose each is."""
     every = {}
     for read in rollouts:
         doubled = np.array([key for key in read.keys.tolist() if key in every], dtype=np.int64)
@@ -199,6 +225,10 @@ def _joined(
         Samples.concat(samples).select(order),
         Scores.concat(scores).select(order),
         tuple(records[row] for row in order.tolist()),
+        np.repeat(
+            np.array([read.index for read in rollouts], dtype=np.int32),
+            [len(read.keys) for read in rollouts],
+        )[order],
     )
 
 

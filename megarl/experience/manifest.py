@@ -23,7 +23,11 @@ FOLDER = "experience"
 MANIFEST_FILE = "manifest.json"
 DERIVED_FILE = "derived.json"
 LOCK_FILE = ".writer.lock"
-FORMAT = 1
+SOURCE_FILE = "source.json"
+"""In an iteration's folder: it is made of another run's facts (`source.py`)."""
+PROMPTS_FILE = "prompts.jsonl"
+DRAWN_FILE = "drawn.json"
+FORMAT = 2
 _NAME = re.compile(r"iter_(\d{6,})")
 
 
@@ -181,5 +185,10 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     except (ValueError, RecursionError) as error:
         raise SealError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise SealError(f"{path}: not format {FORMAT} of sealed experience")
+        found = value.get("format") if isinstance(value, dict) else None
+        told = f"format {found!r}" if found is not None else "no format"
+        raise SealError(
+            f"{path}: {told}, not format {FORMAT} of sealed experience; read it with the megarl "
+            "that wrote it, or sample again"
+        )
     return value, bytes_hash([body])

@@ -3,6 +3,7 @@
     rollout_<replica>.safetensors   facts of generation and scoring, by the replica's leader
     scored_<dp>.safetensors         facts of the trainer: old and reference log-probs, by dp owner
     prompts.jsonl                   the drawn prompts, by draw index
+    drawn.json                      how the samples came about (`drawn.py`)
     selection.safetensors           derived: which rows train, in which minibatch, the rest why not
     derived_<dp>.safetensors        derived: advantages (shaped rewards, returns), by dp owner
 

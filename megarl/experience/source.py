@@ -11,9 +11,7 @@ from typing import Any
 from megarl.contracts.hashes import canonical_json
 from megarl.experience.columns import write_whole
 from megarl.experience.load import SealedIteration
-from megarl.experience.store import iteration_folder
-
-SOURCE_FILE = "source.json"
+from megarl.experience.manifest import SOURCE_FILE, iteration_folder
 
 
 def write_source(run_folder: Path, number: int, iteration: SealedIteration) -> None:

@@ -1,7 +1,8 @@
 """Writes `experience/iter_N/`: parts by the ranks that have them, the manifest last, by rank 0.
 
     rollout()   while log-probs are computed, replica leaders write what was generated and scored
-    seal()      every owner's log-probs, then `manifest.json`: now it is EXPERIENCE_SEALED
+    seal()      every owner's log-probs, how the samples came about, then `manifest.json`: now it is
+                EXPERIENCE_SEALED
     derive()    while the update runs, selection and advantages are written
     settle()    waits for them, then `derived.json`, before the update is committed
 
@@ -37,12 +38,16 @@ from megarl.experience.columns import (
     write_columns,
     write_lines,
 )
+from megarl.experience.drawn import DrawnFacts
 from megarl.experience.manifest import (
     DERIVED_FILE,
+    DRAWN_FILE,
     FOLDER,
     FORMAT,
     LOCK_FILE,
     MANIFEST_FILE,
+    PROMPTS_FILE,
+    SOURCE_FILE,
     SealHeader,
     facts_of,
     is_kept,
@@ -68,7 +73,8 @@ class ExperienceStore:
 
     def __init__(self, run_folder: Path, world: World, keep: int | None, keep_every: int) -> None:
         """Collective. `keep` newest iterations stay (None: all), and every `keep_every`-th (0: no
-        others). Iterations that an earlier attempt did not seal are removed.
+        others). Iterations that an earlier attempt did not seal are removed, but not those that
+        are made of another run's facts: what was derived of them lies here alone.
 
         Raises `StoreError` where another process writes there, or nobody can.
         """
@@ -93,7 +99,7 @@ class ExperienceStore:
             ) from None
         sealed = list(sealed_iterations(self._run_folder))
         for number, left in iteration_folders(self._run_folder):
-            if number not in sealed:
+            if number not in sealed and not (left / SOURCE_FILE).exists():
                 shutil.rmtree(left)
         if sealed:
             newest = iteration_folder(self._run_folder, sealed[-1])
@@ -121,10 +127,11 @@ class ExperienceStore:
             )
         if world.is_main:
             lines = parts.prompt_lines(prompts)
-            self._submit(write_lines, folder / "prompts.jsonl", "prompts", 0, lines)
+            self._submit(write_lines, folder / PROMPTS_FILE, "prompts", 0, lines)
 
-    def seal(self, header: SealHeader, prepared: Prepared) -> str:
-        """Write the trainer's facts and the manifest; returns the experience's hash. Collective.
+    def seal(self, header: SealHeader, prepared: Prepared, drawn: DrawnFacts) -> str:
+        """Write the trainer's facts, `drawn` (on rank 0) and the manifest; returns the experience's
+        hash. Collective.
 
         The hash is over every part's content, without what clocks said, and the header; the same
         on every rank. When this returns, all facts are on the disk. Raises `StoreError` on every
@@ -140,6 +147,8 @@ class ExperienceStore:
             path = folder / f"scored_{world.dp_index}.safetensors"
             made_by = {"producers": header.producers}
             self._submit(_write_checked, path, "scored", world.dp_index, columns, made_by)
+        if world.is_main:
+            self._submit(_write_drawn, folder / DRAWN_FILE, drawn)
         jobs, self._pending = self._pending, []
         listed = self._written(jobs)
         facts = facts_of(header, listed)
@@ -299,6 +308,14 @@ def _write_rollout(
 ) -> Part:
     columns, metadata = parts.rollout_part(samples, records, scorer_version)
     return _write_checked(path, "rollout", replica, columns, metadata)
+
+
+def _write_drawn(path: Path, drawn: DrawnFacts) -> Part:
+    try:
+        DrawnFacts.of_line(drawn.line)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    return write_lines(path, "drawn", 0, [drawn.line])
 
 
 def _write_checked(

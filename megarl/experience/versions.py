@@ -42,7 +42,7 @@ class VersionLog:
         if manifest.hash != version.weight_manifest_hash:
             raise VersionsError(f"{version} is not of the weights {manifest.hash}")
         head = {"kind": VERSION, "id": version.id, "iteration": iteration}
-        self._write(head | asdict(version) | {"tensors": _tensor_lines(manifest)})
+        self._write(head | asdict(version) | {"tensors": tensor_lines(manifest)})
 
     def loaded(
         self, iteration: int, version: PolicyVersion, manifest: WeightManifest, replicas: int
@@ -55,7 +55,7 @@ class VersionLog:
                 "iteration": iteration,
                 "side": ROLLOUT,
                 "weight_manifest_hash": manifest.hash,
-                "tensors": _tensor_lines(manifest),
+                "tensors": tensor_lines(manifest),
                 "replicas": replicas,
             }
         )
@@ -167,7 +167,7 @@ def _committed(line: Mapping[str, Any], number: int, earlier: Committed | None) 
     version = PolicyVersion(**{item.name: line[item.name] for item in fields(PolicyVersion)})
     if version.id != line["id"]:
         raise VersionsError(f"id {line['id']}, but its own fields hash to {version.id}")
-    here = Committed(version, _manifest(line), (line["iteration"],), (number,))
+    here = Committed(version, manifest_of(line), (line["iteration"],), (number,))
     if earlier is None:
         return here
     return replace(
@@ -178,7 +178,7 @@ def _committed(line: Mapping[str, Any], number: int, earlier: Committed | None) 
 
 
 def _loaded(line: Mapping[str, Any], number: int, committed: Mapping[str, Committed]) -> Loaded:
-    manifest = _manifest(line)
+    manifest = manifest_of(line)
     if line["id"] not in committed:
         raise VersionsError(f"version {line['id']} was loaded before it was committed")
     differ = committed[line["id"]].manifest.differences(manifest)
@@ -197,7 +197,9 @@ def _loaded(line: Mapping[str, Any], number: int, committed: Mapping[str, Commit
     )
 
 
-def _manifest(line: Mapping[str, Any]) -> WeightManifest:
+def manifest_of(line: Mapping[str, Any]) -> WeightManifest:
+    """The manifest that a line's `tensors` tell; raises `VersionsError` where they hash to another
+    than its `weight_manifest_hash`."""
     manifest = WeightManifest(
         tuple(
             TensorEntry(name, tuple(shape), dtype, int(digest, 16))
@@ -212,5 +214,6 @@ def _manifest(line: Mapping[str, Any]) -> WeightManifest:
     return manifest
 
 
-def _tensor_lines(manifest: WeightManifest) -> list[list[Any]]:
+def tensor_lines(manifest: WeightManifest) -> list[list[Any]]:
+    """`[name, shape, dtype, digest]` of each tensor, for JSON."""
     return [[t.name, list(t.shape), t.dtype, f"{t.digest:#x}"] for t in manifest.tensors]

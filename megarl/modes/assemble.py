@@ -13,7 +13,7 @@ import torch
 from megarl.assemble import actor_of, offload_of, sampling_of
 from megarl.contracts.states import FROM_SEALED
 from megarl.contracts.tokens import Tokens
-from megarl.desk import Desk, desk_of
+from megarl.desk import Desk, console_of, desk_of
 from megarl.experience.tokenizer import TOKENIZER_FOLDER, keep_tokenizer
 from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
@@ -35,7 +35,8 @@ def assembled_to_train(launch: Launch, world: World, failure: Failure) -> Iterat
     """A run that learns from sealed experience: no prompts, no scorers, no generator."""
     recipe = launch.recipe
     with ExitStack() as stack, failure.told():
-        desk = stack.enter_context(desk_of(recipe, world, failure, FROM_SEALED))
+        console = stack.enter_context(console_of(recipe, world, failure))
+        desk = stack.enter_context(desk_of(recipe, world, failure, console, FROM_SEALED))
         desk.announce("load_data")
         tokens = Tokens.load(Path(recipe.model.path))
         _write_facts(desk, tokens)
@@ -74,7 +75,8 @@ def assembled_to_score(
     """Scorers on the ranks that lead a replica, and the tokenizer of the sealed run; no model."""
     recipe = launch.recipe
     with ExitStack() as stack, failure.told():
-        desk = stack.enter_context(desk_of(recipe, world, failure))
+        console = stack.enter_context(console_of(recipe, world, failure))
+        desk = stack.enter_context(desk_of(recipe, world, failure, console))
         desk.announce("load_data")
         kept = same_run(launch.sources) / TOKENIZER_FOLDER
         tokens = Tokens.load(kept if kept.is_dir() else Path(recipe.model.path))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megarl.checkpoint.segments import recipe_of
 from megarl.experience.manifest import sealed_iterations
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.differences import update_differences
@@ -100,7 +101,7 @@ def read_launch(arguments: Sequence[str]) -> Launch:
             last = sources[-1]
             name = f"{last.run.resolve().name}.replay-{last.iteration}"
             recipe = load_recipe(path, [*overrides, f"run.name={name}"])
-        return Launch(recipe, work, sources, tuple(_what_if(recipe, sources[-1].run, overridden)))
+        return Launch(recipe, work, sources, tuple(_what_if(recipe, sources, overridden)))
     if "run.iterations" in overridden and recipe.run.iterations != len(sources):
         raise RecipeError(
             f"override run.iterations={recipe.run.iterations}: --from names {len(sources)} sealed "
@@ -110,9 +111,14 @@ def read_launch(arguments: Sequence[str]) -> Launch:
     return Launch(recipe, work, sources)
 
 
-def _what_if(recipe: Recipe, run: Path, overridden: Collection[str]) -> Iterator[str]:
-    """Differences that were asked for; raises `RecipeError` for those that were not."""
-    differences = update_differences(recipe, load_recipe(run / RECIPE_FILE))
+def _what_if(
+    recipe: Recipe, sources: Sequence[Source], overridden: Collection[str]
+) -> Iterator[str]:
+    """Differences that were asked for; raises `RecipeError` for those that were not. A run that was
+    resumed with another recipe had several."""
+    run, differences = sources[-1].run, {}
+    for source in sources:
+        differences |= update_differences(recipe, recipe_of(source.run, source.iteration))
     silent = [key for key in differences if key not in overridden]
     if silent:
         told = ", ".join(

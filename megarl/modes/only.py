@@ -20,7 +20,9 @@ from megarl.observe.row import iteration_row, rollout_row
 from megarl.recipe import Recipe
 from megarl.rollout.groups import IterationPlan
 from megarl.run import Run
-from megarl.train import Sealed, learn, sample, seal_experience
+from megarl.run_outputs import export_final
+from megarl.sealed import Sealed
+from megarl.train import learn, sample, seal_experience
 
 COLLECTED = "collected"
 """In the ledger of a run that only collects: samples that are sound, and were not trained on."""
@@ -112,7 +114,7 @@ def train_sealed(run: Run, launch: Launch) -> None:
             "sealed/tokens_without_old": float(again.from_rollout),
         }
         run.report(number, row)
-    run.export()
+    export_final(run)
 
 
 def _all_prompts(recipe: Recipe, prompts: int) -> Recipe:

@@ -40,7 +40,8 @@ from megarl.modes.sealed_updates import NOT_MEASURED, Reloaded, load_source, rel
 from megarl.observe.logs import fail
 from megarl.observe.runfolder import REPLAY_FILE
 from megarl.run import Run
-from megarl.train import Sealed, learn
+from megarl.sealed import Sealed
+from megarl.train import learn
 
 TOLERANCES = {"float32": (1e-5, 1e-3), "bfloat16": (5e-2, 2e-1)}
 """By `model.dtype`: of the first iteration, and of later ones."""

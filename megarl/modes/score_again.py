@@ -108,7 +108,7 @@ def _seal_scored(
             scorer_version=version,
             samples=len(table),
         )
-        desk.store.seal(header, _scored_then(world, iteration))
+        desk.store.seal(header, _scored_then(world, iteration), iteration.drawn)
         if world.is_main:
             write_source(desk.folder, source.iteration, iteration)
     return table.scores

@@ -24,7 +24,6 @@ from megarl.experience.versions import Versions
 from megarl.modes.launch import Source
 from megarl.recipe import Recipe
 from megarl.reshard.families.spec import ModelSpec
-from megarl.rollout.account import Drawn
 from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.world import World
 
@@ -78,7 +77,7 @@ def table_of(iteration: SealedIteration) -> SampleTable:
         response_length=samples.response_lengths,
         actions=np.diff(prefix[samples.response_offsets]),
         end_reason=samples.end_reason,
-        replica=np.zeros(len(samples), dtype=np.int32),
+        replica=iteration.replica,
         started=samples.started,
         finished=samples.finished,
         scores=iteration.scores,
@@ -133,7 +132,7 @@ def reload(
         recipe,
         world.mesh.dp,
         invalid=table.invalid,
-        drawn=_drawn(iteration),
+        drawn=iteration.drawn.drawn([prompt["source"] for prompt in iteration.prompts]),
         even_length=actor.spec.even_length,
     )
     needs_ref = recipe.algorithm.kl.beta > 0
@@ -184,14 +183,6 @@ def reload(
         gap_mean=sums["gap"] / sums["tokens"] if sums["tokens"] else 0.0,
         from_rollout=int(sums["unsealed"]),
     )
-
-
-def _drawn(iteration: SealedIteration) -> Drawn:
-    """No round of this run; what was lost then was lost before sealing."""
-    prompts = iteration.prompts
-    lost = len(prompts) * iteration.manifest.header.sampling.n - len(iteration.samples)
-    sources = tuple(prompt["source"] for prompt in prompts)
-    return Drawn(sources, rounds=0, lost={"before_sealing": lost} if lost else {})
 
 
 def _check_reference(iteration: SealedIteration, plan: IterationPlan, needed: bool) -> None:

@@ -11,7 +11,9 @@ import torch
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.records import Derived, Prompt, RewardRecord, RewardStatus
 from megarl.contracts.samples import Samples, SamplingContract
+from megarl.data.join import JoinCounts
 from megarl.data.prepare import Prepared
+from megarl.experience.drawn import DrawnFacts
 from megarl.experience.manifest import SealHeader
 from megarl.experience.store import ExperienceStore
 from megarl.rollout.selection import VERDICTS, Selection, Verdict
@@ -43,6 +45,20 @@ class Facts:
     advantages: np.ndarray  # float32 [R]
     replica: np.ndarray  # int [N], who generated the row
     owner: np.ndarray  # int [N], who trains it, −1 for nobody
+
+    @property
+    def drawn(self) -> DrawnFacts:
+        """Numbers that follow from the others, so that two iterations' differ."""
+        missing = len(self.prompts) * SAMPLING.n - len(self.samples)
+        lost = {"aborted": missing - 1, "not_returned": 1} if missing > 1 else {"aborted": missing}
+        tokens = len(self.old)
+        cursor = {"fingerprint": f"f{tokens}", "seed": 7, "position": tokens, "back": [3, tokens]}
+        return DrawnFacts(
+            rounds=1 + tokens % 3,
+            lost=lost if missing else {},
+            joined=JoinCounts(duplicates=tokens % 5, late=tokens % 2),
+            cursor=cursor,
+        )
 
     @property
     def minibatch(self) -> np.ndarray:
@@ -159,7 +175,7 @@ def seal_facts(store: ExperienceStore, world: World, facts: Facts, iteration: in
         old_log_probs=facts.old[at],
         ref_log_probs=None if facts.ref is None else facts.ref[at],
     )
-    return store.seal(header_of(facts, iteration), prepared)
+    return store.seal(header_of(facts, iteration), prepared, facts.drawn)
 
 
 def derive_facts(

@@ -34,7 +34,8 @@ def check_loaded(folder: Path, facts: Facts, iteration: int, hashes: tuple[str, 
     assert told.manifest.experience_hash == hashes[0]
     for item in fields(facts.samples):
         assert np.array_equal(getattr(told.samples, item.name), getattr(facts.samples, item.name))
-    assert told.records == facts.records
+    assert told.records == facts.records and told.drawn == facts.drawn
+    assert told.replica.dtype == np.int32 and np.array_equal(told.replica, facts.replica)
     assert [dict(prompt) for prompt in told.prompts] == [
         {k: v for k, v in asdict(prompt).items() if k != "token_ids"} for prompt in facts.prompts
     ]

@@ -65,6 +65,7 @@ def _told(folder: Path, obstacle: str | None) -> list[str]:
         ("rollout_0.safetensors.tmp", 0, []),
         ("rollout_1.safetensors", 1, []),
         ("prompts.jsonl.tmp", 0, []),
+        ("drawn.json.tmp", 0, []),
         ("scored_1.safetensors.tmp", 1, []),
         ("manifest.json.tmp", 0, []),
         ("derived_1.safetensors.tmp", 1, ["sealed"]),
@@ -228,23 +229,6 @@ def test_a_run_folder_that_is_moved_away_ends_the_run(ranks, tmp_path: Path) -> 
     assert told[0] == told[1] and told[0].count("iter_000001: No such file or directory") == 2
     assert not folder.exists()
     load_iteration(tmp_path / "elsewhere", 0)
-
-
-def test_what_an_earlier_attempt_did_not_seal_is_gone(ranks, tmp_path: Path) -> None:
-    first, second = make_facts(1, 2, 2), make_facts(2, 2, 2)
-    ranks.run(2, write_iterations, tmp_path, [first])
-    left = iteration_folder(tmp_path, 1)
-    left.mkdir()
-    (left / "rollout_7.safetensors").write_bytes(b"of four replicas")
-    (left / "scored_0.safetensors.tmp").write_bytes(b"half")
-    (left / "scored_0.safetensors.tmp").chmod(0o444)
-    hashes = ranks.run(2, write_iterations, tmp_path, [second], 1, 1, 1)
-    check_loaded(tmp_path, second, 1, hashes[0][0])
-    listed = {part.file for part in read_manifest(left).parts}
-    derived = {"selection.safetensors", "derived_0.safetensors", "derived_1.safetensors"}
-    there = {path.name for path in left.iterdir()}
-    assert there == listed | derived | {MANIFEST_FILE, DERIVED_FILE}
-    assert read_manifest(left).previous == read_manifest(iteration_folder(tmp_path, 0)).hash
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from megarl.contracts.mesh import Mesh
 from megarl.contracts.records import Prompt, RewardRecord, RewardStatus
 from megarl.contracts.samples import Samples, SamplingContract
 from megarl.data.exchange import exchange, gather_table
+from megarl.data.join import JoinCounts
 from megarl.data.prepare import Prepared
+from megarl.experience.drawn import DrawnFacts
 from megarl.experience.manifest import SealHeader, iteration_folder
 from megarl.experience.store import ExperienceStore
 from megarl.rollout.account import ledger
@@ -91,8 +93,12 @@ class Sealing:
         self._prepared = Prepared(samples, [], old_log_probs=old, ref_log_probs=None)
         self._prompts = [
             Prompt(f"bench/{n}", "bench", f"What is {n} and {n}?", (1,), str(2 * n))
-            for n in range(len(samples) // GROUP + 1)
+            for n in range(-(-len(samples) // GROUP))
         ]
+        lost = len(self._prompts) * GROUP - len(samples)
+        cursor = {"fingerprint": "", "seed": 1, "position": len(self._prompts), "back": []}
+        told = {"aborted": lost} if lost else {}
+        self._drawn = DrawnFacts(1, told, JoinCounts(), cursor)
 
     def once(self) -> float:
         """Seconds from the samples in memory to EXPERIENCE_SEALED."""
@@ -112,7 +118,7 @@ class Sealing:
         os.sync()
         started = time.perf_counter()
         self._store.rollout(self._iteration, samples, records, SCORER, self._prompts)
-        self._store.seal(header, self._prepared)
+        self._store.seal(header, self._prepared, self._drawn)
         return time.perf_counter() - started
 
     def bodies(self) -> dict[str, bytes]:
