@@ -26,7 +26,7 @@ demo: venv  ## a small model learns by GRPO; SEED=2 for another one
 	@if [ -f $(RUN)/finished.json ]; then \
 	    echo "$(RUN) is finished and is not trained again (to do so: rm -r $(RUN))"; \
 	else \
-	    bash launch/grpo.sh recipes/quickstart.yaml seed=$(SEED) run.overwrite=true; \
+	    bash launch/grpo.sh recipes/quickstart.yaml seed=$(SEED); \
 	fi
 	@$(PY) -m megarl.observe.summary $(RUN)
 

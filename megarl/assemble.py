@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
-from megarl.contracts.records import Prompt
+from megarl.checkpoint.resume import Resume
+from megarl.checkpoint.saver import Checkpointer
+from megarl.checkpoint.start import take_up
 from megarl.contracts.samples import SamplingContract
-from megarl.contracts.states import COLLECTING, TRANSITIONS
+from megarl.contracts.states import COLLECTING, RESUMED, TRANSITIONS
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
-from megarl.desk import desk_of
+from megarl.desk import announce, console_of, desk_of
 from megarl.experience.tokenizer import keep_tokenizer
+from megarl.exports import Exports
 from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
 from megarl.models.roles import Actor, Reference
@@ -59,31 +62,51 @@ def sampling_of(recipe: Recipe, tokens: Tokens) -> SamplingContract:
 
 @contextmanager
 def assembled(
-    recipe: Recipe, world: World, failure: Failure, *, learns: bool = True
+    recipe: Recipe,
+    world: World,
+    failure: Failure,
+    resume: Resume | None = None,
+    *,
+    learns: bool = True,
 ) -> Iterator[Run]:
     """The run, ready for its first iteration. One that only collects (`learns` False) has no
     optimizer, and evaluates nothing, since its weights stay.
 
+    `resume` is where rank 0 goes on; other ranks take its word. What does not fit is refused before
+    anything of the run's folder is changed.
     Closed in the order that both libraries need: SGLang, megatron's parallel state; the default
     process group is the caller's. An error is told before anything is closed.
     """
-    transitions = TRANSITIONS if learns else COLLECTING
     with ExitStack() as stack, failure.told():
-        desk = stack.enter_context(desk_of(recipe, world, failure, transitions))
-        desk.announce("load_data")
+        console = stack.enter_context(console_of(recipe, world, failure))
+        announce(world, console, "load_data")
+        spec = read_spec(Path(recipe.model.path))
         tokens, train, held_out = _load_data(recipe)
         cursor = PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration)
-        _write_facts(recipe, world, desk.folder, train, tokens)
-        _note_refusals(train, recipe.data.train, desk.console)
         pool = None
         if world.leads_replica:
             pool = ScoringPool(recipe.reward, tokens)
             stack.callback(pool.close)
+        contracts = contracts_of(recipe, spec, tokens, train, held_out, pool)
+        start = take_up(recipe, world, resume, contracts, console)
+        transitions = (TRANSITIONS if start is None else RESUMED) if learns else COLLECTING
+        desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
+        _write_facts(recipe, world, desk.folder, train, tokens)
+        _note_refusals(train, recipe.data.train, desk.console)
         desk.announce("build_actor")
-        spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)
         actor, reference = _megatron_roles(recipe, world, spec, learns)
-        offload = offload_of(recipe, world, actor) if learns else None
+        checkpointer = None
+        if learns:
+            checkpointer = Checkpointer(
+                world, recipe.run_folder, recipe.run.name, recipe.checkpoint, actor, reference
+            )
+            checkpointer.note = console.note
+            stack.callback(checkpointer.close)
+            checkpointer.check_disk()
+            if start is not None:
+                start.restore_roles(checkpointer, world)
+            checkpointer.offload = offload_of(recipe, world, actor)
         desk.announce("start_generator")
         generator = _generator(recipe, world)
         stack.callback(generator.close)
@@ -94,23 +117,36 @@ def assembled(
             generator,
             resharder,
             desk.stopwatch,
-            offload,
+            None if checkpointer is None else checkpointer.offload,
             desk.records.versions,
         )
+        quarantine = Quarantine(
+            recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
+        )
+        if start is not None:
+            start.restore_data(cursor, quarantine, console.note)
+        exports = None
+        if checkpointer is not None:
+            exports = Exports(recipe.run_folder, recipe, spec, world)
+            if start is not None:
+                start.restore_exports(exports, console.note)
         run = Run(
             **vars(desk),
             spec=spec,
             tokens=tokens,
             cursor=cursor,
-            quarantine=Quarantine(
-                recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
-            ),
-            held_out=held_out if learns else (),
+            quarantine=quarantine,
+            held_out=held_out.rows[: recipe.eval.max_prompts] if held_out and learns else (),
             actor=actor,
             reference=reference,
             hybrid=hybrid,
             pool=pool,
             sampling=sampling_of(recipe, tokens),
+            checkpointer=checkpointer,
+            exports=exports,
+            contracts=contracts,
+            start=start,
+            stop=failure.stop,
         )
         # What lives for the whole run is taken out of the collector's sight: a collection over
         # two libraries' objects costs a third of a second.
@@ -127,15 +163,36 @@ def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:
         console.note(f"{told}; first {first.where}: {first.why}")
 
 
-def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, tuple[Prompt, ...]]:
-    """Tokenizer, training prompts, held-out prompts (none where the recipe names no file)."""
+def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, PromptSet | None]:
+    """Tokenizer, training prompts, held-out prompts (None where the recipe names no file)."""
     section = recipe.data
     tokens = Tokens.load(Path(recipe.model.path))
     train = PromptSet.load(Path(section.train), tokens, section)
     if section.eval is None:
-        return tokens, train, ()
-    held_out = PromptSet.load(Path(section.eval), tokens, section).rows
-    return tokens, train, held_out[: recipe.eval.max_prompts]
+        return tokens, train, None
+    return tokens, train, PromptSet.load(Path(section.eval), tokens, section)
+
+
+def contracts_of(
+    recipe: Recipe,
+    spec: ModelSpec,
+    tokens: Tokens,
+    train: PromptSet,
+    held_out: PromptSet | None,
+    pool: ScoringPool | None,
+) -> dict[str, str]:
+    """What a position is only good with, as hashes; the scorer's on ranks that score."""
+    found = {
+        "tokenizer": tokens.hash,
+        "model": spec.config_hash,
+        "data": train.fingerprint,
+        "sampling": sampling_of(recipe, tokens).hash,
+    }
+    if held_out is not None:
+        found["eval_data"] = held_out.fingerprint
+    if pool is not None:
+        found["scorer"] = pool.version
+    return found
 
 
 def _megatron_roles(

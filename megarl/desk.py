@@ -35,8 +35,22 @@ class Desk:
 
     def announce(self, stage: str) -> None:
         """This rank is in `stage` of its start."""
-        self.world.enter(stage)
-        self.console.stage(stage.replace("_", " "))
+        announce(self.world, self.console, stage)
+
+
+def announce(world: World, console: Console, stage: str) -> None:
+    """This rank is in `stage` of its start."""
+    world.enter(stage)
+    console.stage(stage.replace("_", " "))
+
+
+@contextmanager
+def console_of(recipe: Recipe, world: World, failure: Failure) -> Iterator[Console]:
+    """What a person sees, from the start on."""
+    mode = recipe.observe.console if world.is_main else "off"
+    with Console(mode, recipe.run.iterations, title=recipe.run.name) as console:
+        failure.attach(None, console)
+        yield console
 
 
 @contextmanager
@@ -44,14 +58,13 @@ def desk_of(
     recipe: Recipe,
     world: World,
     failure: Failure,
+    console: Console,
     transitions: Mapping[State, frozenset[State]] = TRANSITIONS,
 ) -> Iterator[Desk]:
-    """`transitions` are those that the run's journal allows."""
+    """Opens the run's records: they stand where the run goes on. `transitions` are those that the
+    run's journal allows."""
     folder, main = recipe.run_folder, world.is_main
     with ExitStack() as stack:
-        mode = recipe.observe.console if main else "off"
-        console = Console(mode, recipe.run.iterations, title=recipe.run.name)
-        stack.enter_context(console)
         stopwatch = stack.enter_context(Stopwatch(folder / TIMELINE_FILE if main else None))
         metrics = None
         if main:

@@ -1,8 +1,8 @@
 """The process boundary of a rank: arguments in, exit code out, one clear line when it fails.
 
 Exit codes: 0 done, 1 failed or a replay beyond tolerance, 2 an input that cannot be used
-(arguments, recipe, model folder, data, scorers) found before the run had weights, 128 + n ended by
-signal n (130: Ctrl-C).
+(arguments, recipe, model folder, data, scorers) found before the run had weights, 75 stopped as
+asked and to be started again (`stop.py`), 128 + n ended by signal n (130: Ctrl-C).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl import stop
+from megarl.checkpoint.commit import CheckpointError
 from megarl.contracts.errors import InputError
 from megarl.contracts.mesh import Mesh
 from megarl.faults import planned
@@ -27,6 +29,7 @@ from megarl.torchrun import die_with_launcher
 if TYPE_CHECKING:
     from filelock import FileLock
 
+    from megarl.checkpoint.resume import Resume
     from megarl.failure import Failure
     from megarl.platforms.interface import Platform
     from megarl.world import World
@@ -51,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE + "\n" + help_text())
         return 0 if arguments else 2
     die_with_launcher()
+    stop.hold()
     try:
         launch = read_launch(arguments)
         recipe = launch.recipe
@@ -58,13 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.work is not Work.SCORE:  # which needs no model, only a tokenizer
             _check_model(recipe)
         planned(rank=0)
-        lock = _prepare_folder(launch)
+        lock, resume = _prepare_folder(launch)
     except InputError as error:
         fail(str(error))
         return 2
+    except CheckpointError as error:
+        fail(f"{error}; resume.from another checkpoint, or run.overwrite=true starts anew")
+        return 2
     rank = int(os.environ.get("RANK", "0"))
     with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal:
-        code = _run(launch, terminal)
+        code = _run(launch, resume, terminal)
     if lock is not None:
         lock.release()
     return code
@@ -101,14 +108,19 @@ def _check_model(recipe: Recipe) -> None:
     sglang_placement(spec, mesh, recipe.world.device)
 
 
-def _prepare_folder(launch: Launch) -> FileLock | None:
-    """Before the slow imports: a folder on every rank, and rank 0 claims it for this run."""
+def _prepare_folder(launch: Launch) -> tuple[FileLock | None, Resume | None]:
+    """Before the slow imports: a folder on every rank, and rank 0 claims it for this run and
+    decides where it goes on."""
     from megarl.run_folder import claim_folder, make_folder
 
     if os.environ.get("RANK", "0") == "0":
-        return claim_folder(launch.recipe, again=launch.work is Work.REPLAY)
+        return claim_folder(
+            launch.recipe,
+            again=launch.work is Work.REPLAY,
+            may_resume=launch.work is Work.LOOP,
+        )
     make_folder(launch.recipe)
-    return None
+    return None, None
 
 
 def _platform(recipe: Recipe) -> Platform:
@@ -120,7 +132,7 @@ def _platform(recipe: Recipe) -> Platform:
     return platform
 
 
-def _run(launch: Launch, terminal: Terminal) -> int:
+def _run(launch: Launch, resume: Resume | None, terminal: Terminal) -> int:
     recipe = launch.recipe
     platform = _platform(recipe)
     refusal = platform.refusal()
@@ -135,7 +147,7 @@ def _run(launch: Launch, terminal: Terminal) -> int:
     from megarl.watchdog import Watchdog
     from megarl.world import World, process_group
 
-    work = _work(launch)
+    work = _work(launch, resume)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = platform.device(local)
@@ -159,7 +171,7 @@ def _run(launch: Launch, terminal: Terminal) -> int:
     return code
 
 
-def _work(launch: Launch) -> Callable[[World, Failure], int]:
+def _work(launch: Launch, resume: Resume | None) -> Callable[[World, Failure], int]:
     """What the launch does, with what it needs built around it; it returns the exit code.
 
     Everything is imported here, while ranks need not wait for one another yet.
@@ -169,6 +181,7 @@ def _work(launch: Launch) -> Callable[[World, Failure], int]:
     from megarl.modes.only import collect, train_sealed
     from megarl.modes.replay import replay
     from megarl.modes.score_again import score_again
+    from megarl.run_outputs import mark_finished
     from megarl.train import train
 
     def work(world: World, failure: Failure) -> int:
@@ -182,15 +195,15 @@ def _work(launch: Launch) -> Callable[[World, Failure], int]:
             case Work.TRAIN:
                 with assembled_to_train(launch, world, failure) as run:
                     train_sealed(run, launch)
-                    run.mark_finished()
+                    mark_finished(run)
             case Work.ROLLOUT:
                 with assembled(launch.recipe, world, failure, learns=False) as run:
                     collect(run)
-                    run.mark_finished()
+                    mark_finished(run)
             case Work.LOOP:
-                with assembled(launch.recipe, world, failure) as run:
+                with assembled(launch.recipe, world, failure, resume) as run:
                     train(run)
-                    run.mark_finished()
+                    mark_finished(run)
         return 0
 
     return work

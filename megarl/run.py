@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.algorithms.objectives import merge_sums
-from megarl.checkpoint.hf_folder import export_folder
+from megarl.checkpoint.records import RecordPositions
+from megarl.checkpoint.run_position import save_if_due
+from megarl.checkpoint.saver import Checkpointer
+from megarl.checkpoint.start import Start
+from megarl.checkpoint.tensor_digests import manifest_of_role
 from megarl.contracts.records import Derived, Experience, Prompt
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal, State
@@ -26,29 +28,25 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.join import JoinCounts
 from megarl.data.prepare import Parity, ParityError
 from megarl.data.table import SampleTable
-from megarl.evaluate import evaluate
 from megarl.experience.store import ExperienceStore, SealHeader
+from megarl.exports import Exports
 from megarl.models.roles import Actor, Reference
 from megarl.models.step import StepResult
 from megarl.observe.console import Console
-from megarl.observe.metrics import MetricsWriter
-from megarl.observe.report import write_report
+from megarl.observe.metrics import ACCURACY, MetricsWriter
 from megarl.observe.row import why_nothing
-from megarl.observe.runfolder import write_finished
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
-from megarl.reshard.digest import Digester
 from megarl.reshard.families.spec import ModelSpec
-from megarl.reshard.layout import megatron_placement
-from megarl.reshard.transfer import weight_manifest
 from megarl.rewards.quarantine import Quarantine, quarantine_notes
 from megarl.rewards.score import ScoringPool
-from megarl.rewards.scorer import component_name
 from megarl.rollout.generator import Generator
 from megarl.rollout.groups import IterationPlan
 from megarl.rollout.hybrid import HybridEngine, TrainingOnly
 from megarl.rollout.rounds import shortfall
+from megarl.run_outputs import evaluate_held_out, export_final, export_on_the_way
 from megarl.run_records import BegunUpdate, RunRecords
+from megarl.stop import StopRequest
 from megarl.world import World
 
 
@@ -79,16 +77,53 @@ class Run:
     metrics: MetricsWriter | None
     console: Console
     stopwatch: Stopwatch
+    checkpointer: Checkpointer | None = None
+    """None where nothing is saved: a run that only collects, or trains from sealed experience."""
+    exports: Exports | None = None
+    """Hugging Face folders on the way; None where `checkpointer` is."""
+    contracts: Mapping[str, str] = field(default_factory=dict)
+    """What a position of this run is only good with."""
+    start: Start | None = None
+    """Where it goes on; None for a new run."""
+    stop: StopRequest = field(default_factory=StopRequest)
     version: PolicyVersion = field(init=False)
     manifest: WeightManifest = field(init=False)
     reference_version: PolicyVersion | None = field(default=None, init=False)
+    reference_manifest: WeightManifest | None = field(default=None, init=False)
+    positions: RecordPositions = field(init=False)
+    """How far each record has come; asked on rank 0 only."""
+    reusable: int | None = field(default=None, init=False)
+    """The iteration that goes on from what it had sealed, if it had, before this start; or None."""
     started: float = field(default_factory=time.time)
     _evaluation: dict[str, float] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self.positions = RecordPositions(self.folder)
+        if self.start is not None and self.start.resume.use == "reuse_sealed":
+            self.reusable = self.first
+
+    @property
+    def first(self) -> int:
+        """The first iteration of this start."""
+        return 0 if self.start is None else self.start.iteration
+
+    @property
+    def attempt(self) -> int:
+        """`update_attempt` of every update from here on."""
+        return 0 if self.start is None else self.start.resume.attempt
+
     def iterations(self) -> Iterator[int]:
-        for iteration in range(self.recipe.run.iterations):
+        """Numbers of the iterations to run; between two of them positions are saved.
+
+        Raises `StopAsked` on every rank where one was asked to stop.
+        """
+        for iteration in range(self.first, self.recipe.run.iterations):
             self.stopwatch.begin(iteration, self.version.id)
+            save_if_due(self, iteration)
             yield iteration
+        if self.first == self.recipe.run.iterations:  # killed behind its last checkpoint
+            export_final(self)
+        save_if_due(self, self.recipe.run.iterations)
 
     def scope(self, iteration: int) -> Scope:
         """What this iteration's samples and rewards must be of to be taken."""
@@ -97,7 +132,7 @@ class Run:
             iteration=iteration,
             version_id=self.version.id,
             scorer_version=None if self.pool is None else self.pool.version,
-            attempt=self.version.update_attempt,
+            attempt=self.attempt,
         )
 
     def seal_header(self, iteration: int, table: SampleTable) -> SealHeader:
@@ -171,6 +206,10 @@ class Run:
     def _vote(self, state: State, iteration: int, **evidence: Any) -> None:
         self.world.vote(state, {"version": self.version.id, "iteration": iteration, **evidence})
 
+    def begin(self) -> None:
+        """The first ACTOR_COMMITTED of this start: the weights as they were built or restored."""
+        self.commit(self.first)
+
     def commit(self, iteration: int) -> None:
         """ACTOR_COMMITTED: the actor's weights become a version, every copy of them compared."""
         with self.stopwatch("seal"):  # what was learnt from is on the disk before it is committed
@@ -184,27 +223,27 @@ class Run:
             self.records.versions.committed(iteration, self.version, self.manifest)
             self.enter(State.ACTOR_COMMITTED, iteration, **evidence)
         if self.reference is not None and self.reference_version is None:
-            manifest = self._reference_manifest()
+            manifest = manifest_of_role(self.reference, self.recipe.rollout.dtype, self.world)
             self.reference_version = self._version("reference", 0, manifest)
+            self.reference_manifest = manifest
             self.records.versions.committed(iteration, self.reference_version, manifest)
 
     def _version(self, role: str, step: int, manifest: WeightManifest) -> PolicyVersion:
+        attempt = 0
+        if role == "actor" and self.start is not None:
+            # The version that it starts from is the one that it was: no update made it anew.
+            saved = None if self.start.position is None else self.start.position.actor.version
+            first, own = (0, 0) if saved is None else (saved.optimizer_step, saved.update_attempt)
+            attempt = self.attempt if step > first else own
         return PolicyVersion(
             run_id=self.recipe.run.name,
             optimizer_step=step,
-            update_attempt=0,
+            update_attempt=attempt,
             weight_manifest_hash=manifest.hash,
             tokenizer_hash=self.tokens.hash,
             model_config_hash=self.spec.config_hash,
             role=role,
         )
-
-    def _reference_manifest(self) -> WeightManifest:
-        placement = megatron_placement(self.spec, self.world.mesh)
-        dtype = getattr(torch, self.recipe.rollout.dtype)
-        parameters = self.reference.named_parameters()
-        digester = Digester(placement, self.world.rank, parameters, dtype)
-        return weight_manifest(placement, digester, dtype, self.world)
 
     def judge_prompts(
         self,
@@ -242,29 +281,17 @@ class Run:
         head["experience_hash"] = experience_hash
         self.records.ledger(head | plan.account | {"joined": joined.account})
 
-    def evaluate_if_due(self, iteration: int, generator: Generator) -> None:
-        """Held-out accuracy of the weights before this iteration's updates, every N iterations."""
+    def evaluation_is_due(self, iteration: int) -> bool:
+        """Before this iteration's updates, every N iterations."""
         every, last = self.recipe.eval.every, self.recipe.run.iterations - 1
         due = iteration == 0 or (every and iteration % every == 0 and iteration < last)
-        self._evaluation = self._evaluate(generator) if due and self.held_out else {}
+        return bool(due and self.held_out)
 
-    def _evaluate(self, generator: Generator) -> dict[str, float]:
-        with self.stage("evaluate"):
-            result = evaluate(
-                self.world,
-                generator,
-                self.version,
-                self.held_out,
-                self.sampling,
-                pool=self.pool,
-                tokens=self.tokens,
-                metric=component_name(self.recipe.reward.scorers[0].name),
-                sampled=self.recipe.eval.sampled,
-                max_error_share=self.recipe.reward.max_error_share,
-                max_lost_share=self.recipe.rollout.max_lost_share,
-                file=self.folder / "eval" / f"step_{self.version.optimizer_step}.jsonl",
-            )
-        return result | {"eval/optimizer_step": float(self.version.optimizer_step)}
+    def evaluate_if_due(self, iteration: int, generator: Generator) -> None:
+        """Held-out accuracy of the weights before this iteration's updates."""
+        due = self.evaluation_is_due(iteration)
+        self._evaluation = evaluate_held_out(self, generator) if due else {}
+        export_on_the_way(self, iteration, self._evaluation.get(ACCURACY))
 
     def finish(self, iteration: int, row: dict[str, float]) -> None:
         """Write the iteration's row; after the last one evaluate and export the final weights."""
@@ -294,36 +321,8 @@ class Run:
         result: dict[str, float] = {}
         if self.held_out:
             with self.hybrid.generating(iteration, self.version, self.manifest) as generator:
-                result = self._evaluate(generator)
+                result = evaluate_held_out(self, generator)
+                export_on_the_way(self, iteration + 1, result.get(ACCURACY))
             self.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=self.manifest.hash)
-        self.export()
+        export_final(self)
         return result
-
-    def export(self) -> None:
-        """The actor's weights as a Hugging Face folder, `hf/`. Collective."""
-        with self.stage("export"):
-            export_folder(
-                self.folder / "hf",
-                Path(self.recipe.model.path),
-                megatron_placement(self.spec, self.world.mesh),
-                self.actor.named_parameters(),
-                self.spec,
-                self.world,
-                getattr(torch, self.recipe.model.dtype),
-            )
-
-    def mark_finished(self) -> None:
-        """The last write of a run."""
-        if not self.world.is_main:
-            return
-        facts = {
-            "iterations": self.recipe.run.iterations,
-            "version": self.version.id,
-            "weight_manifest_hash": self.manifest.hash,
-            "seconds": round(time.time() - self.started, 1),
-        }
-        write_finished(self.folder, facts)
-        write_report(self.folder)
-        self.console.note(
-            f"finished: {self.folder}; python -m megarl.observe.summary {self.folder} sums it up"
-        )

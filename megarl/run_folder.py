@@ -8,6 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from megarl.checkpoint.begin import write_recipe
+from megarl.checkpoint.resume import Resume, decide
 from megarl.observe.environment import ENVIRONMENT_FILE
 from megarl.observe.metrics import TENSORBOARD_FOLDER
 from megarl.observe.runfolder import (
@@ -39,16 +41,22 @@ def make_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
-    """Rank 0's: take `runs/<name>` for this run and write the resolved recipe into it.
+def claim_folder(
+    recipe: Recipe, *, again: bool = False, may_resume: bool = False
+) -> tuple[FileLock, Resume | None]:
+    """Rank 0's: take `runs/<name>` for this run; where it goes on, or None for a new run, whose
+    resolved recipe is written into it.
 
     The lock is the process's for as long as it is kept; the system frees it when the process ends,
     however it ends. With `run.overwrite` an earlier run is set aside as `<name>.replaced-<n>`, for
     inputs may still turn out bad after this; the stored recipe does not overwrite again.
     A run that ended before it had weights keeps its name no more than its logs.
     `again`: the folder is a replay's, which computes nothing new; an earlier replay there goes.
+    `may_resume`: a run that lies there is gone on with as the recipe's `resume` says; the folder
+    stays as it is until `checkpoint.begin.begin`.
 
-    Raises `RecipeError` when a run is going on there, or lies there and is not to be replaced.
+    Raises `RecipeError` when a run is going on there, or lies there and is neither to be replaced
+    nor to be gone on with, and what `checkpoint.resume.decide` raises.
     """
     folder = make_folder(recipe)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
@@ -60,18 +68,21 @@ def claim_folder(recipe: Recipe, *, again: bool = False) -> FileLock:
         ) from None
     if (again and (folder / REPLAY_FILE).exists()) or _never_began(folder):
         _clear(folder)
-    if (folder / RECIPE_FILE).exists():
-        if not recipe.run.overwrite:
-            state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
-            raise RecipeError(
-                f"{folder} holds {state}; set run.name=…, or run.overwrite=true to replace it"
-            )
+    if (folder / RECIPE_FILE).exists() and recipe.run.overwrite:
         _set_aside(folder)
-    stored = recipe.model_copy(update={"run": recipe.run.model_copy(update={"overwrite": False})})
-    (folder / RECIPE_FILE).write_text(stored.resolved_yaml(), encoding="utf-8")
+    if may_resume:
+        resume = decide(recipe, folder)
+        if resume is not None:
+            return lock, resume
+    elif (folder / RECIPE_FILE).exists():
+        state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
+        raise RecipeError(
+            f"{folder} holds {state}; set run.name=…, or run.overwrite=true to replace it"
+        )
+    write_recipe(recipe, folder)
     if again:
         (folder / REPLAY_FILE).touch()
-    return lock
+    return lock, None
 
 
 def _never_began(folder: Path) -> bool:

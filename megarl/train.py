@@ -22,49 +22,38 @@ if __name__ == "__main__":
 
     sys.exit(main())
 
-from dataclasses import dataclass
 from functools import partial
 
 from megarl.algorithms.credit import credit
 from megarl.algorithms.objectives import grpo_loss
-from megarl.contracts.records import Derived, Experience
+from megarl.contracts.records import Derived
 from megarl.contracts.states import State
 from megarl.data.arrivals import Arrival
 from megarl.data.exchange import exchange, gather_arrivals
 from megarl.data.guards import Guard
-from megarl.data.join import JoinCounts
 from megarl.data.minibatch import micro_batches
-from megarl.data.prepare import Parity, Prepared, measure_parity, prepare
+from megarl.data.prepare import measure_parity, prepare
 from megarl.data.seal import seal
-from megarl.data.table import SampleTable
+from megarl.experience.drawn import DrawnFacts
 from megarl.models.step import StepResult
+from megarl.modes.reuse import reuse
 from megarl.observe.row import iteration_row
 from megarl.recipe import Recipe
 from megarl.rollout.collect import Grading, make_requests, rollout
-from megarl.rollout.groups import IterationPlan, plan_iteration
+from megarl.rollout.groups import plan_iteration
 from megarl.rollout.rounds import Rounds, Sampled
 from megarl.run import Run
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """One iteration's facts, and what was decided over them once and globally."""
-
-    table: SampleTable
-    plan: IterationPlan
-    prepared: Prepared
-    parity: Parity
-    experience: Experience
-    joined: JoinCounts = JoinCounts()
-    """Results that came again or late and changed nothing, over all ranks."""
+from megarl.sealed import Sealed
 
 
 def train(run: Run) -> None:
     """Sample, score, seal, credit, learn, commit; once per iteration (arXiv:2402.03300)."""
-    run.commit(iteration=0)
+    run.begin()
     for iteration in run.iterations():
-        sampled = sample(run, iteration)
-        sealed = seal_experience(run, iteration, sampled, run.recipe)
+        # A resumed run may have it sealed already.
+        sealed = reuse(run, iteration, run.recipe) or seal_experience(
+            run, iteration, sample(run, iteration), run.recipe
+        )
         run.close_ledger(iteration, sealed.experience.hash, sealed.plan, sealed.joined)
         # Group-relative advantages, from the sealed facts alone.
         derived, advantages = credit(
@@ -75,7 +64,7 @@ def train(run: Run) -> None:
             run.recipe.algorithm,
         )
         with run.stopwatch("guard"):
-            guard = Guard.of(run, iteration, sampled.prompts, run.recipe)
+            guard = Guard.of(run, iteration, sealed.prompts, run.recipe)
             guard.check_derived(sealed, derived)
         # UPDATING_FROM: an experience trains exactly once, also across restarts.
         begun = run.begin_update(iteration, sealed.experience, derived, sealed.plan)
@@ -160,10 +149,11 @@ def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) 
             parity = measure_parity(world, prepared)
             run.check_parity(parity)
     with run.stage("seal"):
-        experience = seal(world, run.store, header, owned.scores, prepared)
+        drawn = DrawnFacts.of(sampled.drawn, owned.joined, run.cursor.state)
+        experience = seal(world, run.store, header, owned.scores, prepared, drawn)
         facts = {"experience_hash": experience.hash, "samples": len(table)}
         run.agree(State.EXPERIENCE_SEALED, iteration, **facts)
-    return Sealed(table, plan, prepared, parity, experience, owned.joined)
+    return Sealed(table, plan, prepared, parity, experience, owned.joined, sampled.prompts)
 
 
 def learn(run: Run, sealed: Sealed, derived: Derived) -> list[StepResult]:

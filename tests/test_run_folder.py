@@ -22,7 +22,7 @@ def _trained(run: Path) -> None:
 
 
 def _finished_run(folder: Path) -> Path:
-    claim_folder(_recipe(folder)).release()
+    claim_folder(_recipe(folder))[0].release()
     run = folder / "mine"
     (run / "finished.json").write_text("{}")
     (run / "hf").mkdir()
@@ -33,7 +33,7 @@ def _finished_run(folder: Path) -> Path:
 def test_an_overwritten_run_is_set_aside_whole(tmp_path: Path) -> None:
     run = _finished_run(tmp_path)
     for n in (1, 2):
-        claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
+        claim_folder(_recipe(tmp_path, "run.overwrite=true"))[0].release()
         assert (tmp_path / f"mine.replaced-{n}" / "recipe.yaml").exists()
         assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
         _trained(run)
@@ -43,7 +43,7 @@ def test_an_overwritten_run_is_set_aside_whole(tmp_path: Path) -> None:
 
 
 def test_the_stored_recipe_does_not_overwrite_again(tmp_path: Path) -> None:
-    claim_folder(_recipe(tmp_path, "run.overwrite=true")).release()
+    claim_folder(_recipe(tmp_path, "run.overwrite=true"))[0].release()
     _trained(tmp_path / "mine")
     with pytest.raises(RecipeError, match="holds an unfinished run"):
         claim_folder(load_recipe(tmp_path / "mine" / "recipe.yaml"))
@@ -51,7 +51,7 @@ def test_the_stored_recipe_does_not_overwrite_again(tmp_path: Path) -> None:
 
 def test_a_run_that_is_going_on_is_not_overwritten(tmp_path: Path) -> None:
     run = _finished_run(tmp_path)
-    lock = claim_folder(_recipe(tmp_path, "run.overwrite=true"))
+    lock, _ = claim_folder(_recipe(tmp_path, "run.overwrite=true"))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RecipeError, match="going on"):
         claim_folder(_recipe(tmp_path, "run.overwrite=true"))
@@ -84,10 +84,10 @@ def _start(run: Path) -> None:
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])
 def test_a_run_that_had_no_weights_does_not_keep_its_name(tmp_path: Path, overwrite: str) -> None:
-    claim_folder(_recipe(tmp_path)).release()
+    claim_folder(_recipe(tmp_path))[0].release()
     run = tmp_path / "mine"
     _start(run)
-    claim_folder(_recipe(tmp_path, f"run.overwrite={overwrite}", "seed=7")).release()
+    claim_folder(_recipe(tmp_path, f"run.overwrite={overwrite}", "seed=7"))[0].release()
     assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
     assert load_recipe(run / "recipe.yaml").seed == 7
     assert (run / "logs" / "rank_0.log").read_text() == "not empty"
@@ -106,13 +106,14 @@ def test_a_run_that_had_no_weights_does_not_keep_its_name(tmp_path: Path, overwr
     ],
 )
 def test_whatever_else_lies_there_is_kept(tmp_path: Path, file: str) -> None:
-    claim_folder(_recipe(tmp_path)).release()
+    claim_folder(_recipe(tmp_path))[0].release()
     run = tmp_path / "mine"
     _start(run)
     (run / file).parent.mkdir(exist_ok=True)
     (run / file).write_text("work")
-    with pytest.raises(RecipeError, match="holds .* run; set run.name"):
-        claim_folder(_recipe(tmp_path))
+    for may_resume in (False, file == "notes.txt"):
+        with pytest.raises(RecipeError, match="holds .* run; set run.name"):
+            claim_folder(_recipe(tmp_path), may_resume=may_resume)
     assert (run / file).read_text() == "work"
 
 
@@ -120,6 +121,7 @@ def test_a_recipe_written_by_hand_is_not_replaced(tmp_path: Path) -> None:
     mine = tmp_path / "mine" / "recipe.yaml"
     mine.parent.mkdir()
     mine.write_text(QUICKSTART.read_text())
-    with pytest.raises(RecipeError, match="holds an unfinished run; set run.name"):
-        claim_folder(_recipe(tmp_path))
+    for may_resume in (False, True):
+        with pytest.raises(RecipeError, match="holds an unfinished run; set run.name"):
+            claim_folder(_recipe(tmp_path), may_resume=may_resume)
     assert mine.read_text() == QUICKSTART.read_text()

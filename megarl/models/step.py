@@ -110,6 +110,23 @@ class Trainer:
                 use_gloo_process_groups=False,
             )
 
+    @property
+    def state(self) -> dict[str, int]:
+        """What is counted besides the optimizer's own state."""
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "empty_minibatches": self.empty_minibatches,
+        }
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Count on where the trainer with `state` stopped: the schedule goes on too."""
+        self.steps = state["steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.empty_minibatches = state["empty_minibatches"]
+
     def learning_rate(self) -> float:
         """The rate that the next step will have."""
         return learning_rate(

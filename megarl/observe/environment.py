@@ -96,7 +96,7 @@ def environment(hosts: Sequence[str]) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "hosts": list(hosts),
-        "packages": _packages(),
+        "packages": package_versions(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
     git = git_state(Path(__file__).resolve().parent)
@@ -136,7 +136,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
         try:

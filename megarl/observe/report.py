@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from megarl.observe import metrics
+from megarl.observe.positions import resumed_told
 from megarl.observe.runfolder import NotARun, RunFiles, accuracy_before_after, is_stage, read_run
 
 REPORT_FILE = "report.html"
@@ -49,6 +50,8 @@ def report_html(run: RunFiles) -> str:
     reason = run.unfinished()
     incomplete = f'<p class="bad">Incomplete: {escape(reason)}</p>' if reason else ""
     incomplete += f"<p>{escape(run.replayed() or '')}</p>" if run.replay else ""
+    resumed = resumed_told(run.folder)
+    incomplete += f"<p>{escape(resumed)}</p>" if resumed else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n"

@@ -12,6 +12,7 @@ from megarl.observe import metrics
 from megarl.observe.metrics import TENSORBOARD_FOLDER
 from megarl.observe.output import close_output, prepare_output
 from megarl.observe.plots import text_plot
+from megarl.observe.positions import checkpoints_told, resumed_told
 from megarl.observe.runfolder import (
     REPLAY_FILE,
     NotARun,
@@ -26,6 +27,9 @@ FILES = (
     ("timeline.json", "where the time went: open it at https://ui.perfetto.dev"),
     ("eval", "what the model answered to the held-out prompts"),
     ("experience", "every sample it learnt from, sealed: tools/audit.py"),
+    ("checkpoints", "positions that the run can go on from"),
+    ("resumes", "what resumes set aside: the run as it was before each of them"),
+    ("exports", "Hugging Face folders of iterations on the way"),
     ("hf", "the trained model: a Hugging Face folder that transformers loads"),
     (REPLAY_FILE, "what the replay compared: losses, gradient norms, weights"),
     ("recipe.yaml", "every setting of this run"),
@@ -54,6 +58,7 @@ def _head(run: RunFiles) -> list[str]:
         what_if = run.replay.get("what_if")
         if isinstance(what_if, list) and what_if:
             lines.append(f"asked for another update: {', '.join(map(str, what_if))}")
+    lines += [line for line in (resumed_told(run.folder),) if line]
     return [*lines, f"INCOMPLETE: {reason}"] if reason else lines
 
 
@@ -110,6 +115,8 @@ def _plot(run: RunFiles) -> list[str]:
 def _files(run: RunFiles) -> list[str]:
     lines = [f"  Files in {run.folder}:"]
     lines += [f"    {name:<15}{what}" for name, what in FILES if (run.folder / name).exists()]
+    told = checkpoints_told(run.folder)
+    lines += [f"  {told[0].upper()}{told[1:]}"] if told else []
     if (run.folder / TENSORBOARD_FOLDER).exists():
         tool = _shown(Path(sys.executable).with_name("tensorboard"))
         lines.append(f"  Curves: {tool} --logdir {shlex.quote(str(run.folder.parent))}")

@@ -3,16 +3,18 @@
 `install()` sets what must hold for the whole process; `cpu_mode()` is a scope, entered in
 `models/` only, around the few megatron calls that name "cuda" themselves. Forward and generation
 run outside of it (`plain_mode()`): a TorchFunctionMode costs every torch call some microseconds
-(16-23 % of a generation, measured). With CUDA none of them does anything.
+(16-23 % of a generation, measured). With CUDA only `results_queue` does anything.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -36,6 +38,15 @@ def get_device_rng_state(*_: Any, **__: Any) -> Tensor:
 
 def set_device_rng_state(*_: Any, **__: Any) -> None:
     """Replaces `_set_cuda_rng_state`, which would queue a call for a CUDA that never comes."""
+
+
+def results_queue() -> queue.SimpleQueue:
+    """Replaces `_get_write_results_queue`, whose queue lives in a process that it spawns.
+
+    (`FileSystemWriterAsync.prepare_write_data`.) Checkpoints are written by a thread here, so a
+    queue of this process will do; the manager process would import `__main__` again.
+    """
+    return queue.SimpleQueue()
 
 
 def _on_cpu(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -87,7 +98,8 @@ class _CpuMode(TorchFunctionMode):
 
 
 def install() -> None:
-    """Patch this process; again is harmless, and with CUDA nothing is patched."""
+    """Patch this process; again is harmless. With CUDA only `results_queue` is needed."""
+    filesystem_async._get_write_results_queue = results_queue
     if not torch.cuda.is_available():
         torch.cuda.current_device = current_device
         random._get_cuda_rng_state = get_device_rng_state

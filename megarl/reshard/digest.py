@@ -179,6 +179,11 @@ def joined(placement: Placement, by_rank: Sequence[Sequence[int]]) -> tuple[dict
 
 def drift_message(kind: str, torn: Mapping[str, Sequence[Mapping[int, Sequence[int]]]]) -> str:
     """One line naming the tensors whose copies differ and, where a majority tells, the ranks."""
+    return f"copies of the {kind}'s weights differ: {drifted(torn)}"
+
+
+def drifted(torn: Mapping[str, Sequence[Mapping[int, Sequence[int]]]]) -> str:
+    """The tensors that `joined` found torn, each with its ranks."""
     told = []
     for name, parts in list(torn.items())[:4]:
         for said in parts:
@@ -190,7 +195,7 @@ def drift_message(kind: str, torn: Mapping[str, Sequence[Mapping[int, Sequence[i
                 parties = " against ".join(named(ranks) for ranks in sorted(groups))
                 told.append(f"{name}: {parties}, no majority tells which drifted")
     more = f"; and {len(torn) - 4} more tensors" if len(torn) > 4 else ""
-    return f"copies of the {kind}'s weights differ: " + "; ".join(told) + more
+    return "; ".join(told) + more
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,23 @@ class Quarantine:
         self._path = None if folder is None else folder / FILE
         self._failures: dict[str, Counter[tuple[str, str]]] = {}
         self.prompt_ids: set[str] = set()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What was counted so far; plain JSON."""
+        failures = {
+            prompt_id: sorted([status, detail, count] for (status, detail), count in counts.items())
+            for prompt_id, counts in sorted(self._failures.items())
+        }
+        return {"failures": failures, "prompt_ids": sorted(self.prompt_ids)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Count on where the quarantine with `state` stopped."""
+        self._failures = {
+            prompt_id: Counter({(status, detail): count for status, detail, count in counts})
+            for prompt_id, counts in state["failures"].items()
+        }
+        self.prompt_ids = set(state["prompt_ids"])
 
     def note(
         self, iteration: int, table: SampleTable, prompts: Sequence[Prompt]

@@ -1,0 +1,129 @@
+"""`position.json`: the training position, all of it that is no tensor. Plain Python.
+
+A checkpoint is a position and not a weights file: besides the tensors it says which iteration comes
+next, under which version and contracts, where the prompt cursor and every record of the run stand,
+and what is left over from the iterations before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.commit import POSITION_FILE, CheckpointError, Commit
+from megarl.contracts.version import PolicyVersion, WeightManifest
+from megarl.experience.columns import write_whole
+from megarl.experience.versions import manifest_of, tensor_lines
+
+FORMAT = 1
+
+NO_LEFTOVERS = "none: informative groups beyond those asked for are dropped and counted as surplus"
+"""What dynamic sampling carries over to the next iteration."""
+NO_UNCONSUMED = "none: every experience sealed before this position has been trained on"
+"""Experience that is sealed later is what `resume.use` is about."""
+
+
+@dataclass(frozen=True)
+class RolePosition:
+    """A megatron role and what its weights are."""
+
+    version: PolicyVersion
+    manifest: WeightManifest
+    """What its weights digest to in the rollout's dtype, by logical tensor."""
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "version": asdict(self.version),
+            "id": self.version.id,
+            "weight_manifest_hash": self.manifest.hash,
+            "tensors": tensor_lines(self.manifest),
+        }
+
+    @staticmethod
+    def of(told: Mapping[str, Any]) -> RolePosition:
+        version = PolicyVersion(**told["version"])
+        if version.id != told["id"]:
+            raise ValueError(f"version {told['id']}: its fields hash to {version.id}")
+        return RolePosition(version, manifest_of(told))
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two iterations."""
+
+    run_id: str
+    iteration: int
+    """Iterations finished, and so the number of the next one."""
+    actor: RolePosition
+    reference: RolePosition | None
+    reference_refreshed_at: int
+    """The iteration whose weights the reference has; 0 for the model folder's."""
+    attempt: int
+    """The run's `update_attempt`."""
+    trainer: dict[str, int]
+    """Steps taken, refused and empty, refused in a row, and Adam's own count."""
+    tensor_digests: dict[str, str]
+    """Of every logical tensor of the actor's weights in its own dtype and of its optimizer's state,
+    as `weights/NAME`, `exp_avg/NAME`, …, in hex."""
+    cursor: dict[str, Any]
+    """What the prompt cursor has consumed, and of which data."""
+    quarantine: dict[str, Any]
+    best: dict[str, Any] | None
+    """The best held-out accuracy that was exported."""
+    contracts: dict[str, str]
+    """tokenizer (with chat template), model, data, eval_data, sampling, scorer → hash."""
+    recipe: dict[str, Any]
+    recipe_hash: str
+    layout: dict[str, int]
+    """ranks, tp, pp, dp, rollout_tp."""
+    records: dict[str, dict[str, Any]]
+    """Line file → bytes and blake3 of what it held."""
+    eval_files: list[str]
+    exports: list[str]
+    seconds: float
+    """That the run has taken, over all its starts."""
+    packages: dict[str, str]
+    dynamic_sampling: str = field(default=NO_LEFTOVERS)
+    unconsumed_experience: str = field(default=NO_UNCONSUMED)
+
+    def write(self, folder: Path) -> None:
+        """Raises `OSError`."""
+        told = {item.name: getattr(self, item.name) for item in fields(self)}
+        told |= {
+            "format": FORMAT,
+            "actor": self.actor.told(),
+            "reference": None if self.reference is None else self.reference.told(),
+        }
+        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+        write_whole(folder / POSITION_FILE, text.encode())
+
+
+def read_position(commit: Commit) -> Position:
+    """Raises `CheckpointError` naming the file and what is wrong in it."""
+    path = commit.folder / POSITION_FILE
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told.pop("format") != FORMAT:
+            raise CheckpointError(f"{path}: another format than {FORMAT}")
+        reference = told.pop("reference")
+        return Position(
+            actor=RolePosition.of(told.pop("actor")),
+            reference=None if reference is None else RolePosition.of(reference),
+            **told,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a position: {type(error).__name__}: {error}") from error
+
+
+def contract_differences(
+    stored: Mapping[str, str], mine: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Contract → (the checkpoint's hash, this start's), where they differ."""
+    return {
+        name: (stored.get(name, "none"), mine.get(name, "none"))
+        for name in sorted(stored.keys() | mine.keys())
+        if stored.get(name) != mine.get(name)
+    }

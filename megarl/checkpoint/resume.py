@@ -1,0 +1,274 @@
+"""What a start goes on from, decided once by rank 0 before anything slow is imported.
+
+    decide()     the newest whole checkpoint, or what the recipe names; refuses another recipe
+    contents()   later, when data, tokenizer and scorers are loaded: refuses other contents
+
+Every resume of a run folder has a number and a folder `resumes/NNN/`: `resume.json`, written first,
+and all that was set aside. Nothing that a run wrote is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.commit import (
+    Commit,
+    clean,
+    find_checkpoint,
+    read_commit,
+    whole_checkpoints,
+)
+from megarl.checkpoint.position import Position, contract_differences, read_position
+from megarl.checkpoint.records import check_records
+from megarl.contracts.errors import InputError
+from megarl.contracts.lines import read_json_lines
+from megarl.contracts.states import JOURNAL_FILE, State
+from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
+from megarl.recipe import Recipe, RecipeError, load_recipe, recipe_of_tree
+from megarl.recipe.differences import resume_differences
+
+FOLDER = "resumes"
+RESUME_FILE = "resume.json"
+AUTO, NEVER = "auto", "never"
+REUSE = "reuse_sealed"
+RECORDS = "records"
+_ROWS = tuple(
+    f"data.{key}"
+    for key in (
+        *("prompt_key", "answer_key", "source_key"),
+        *("template", "system_prompt", "max_prompt_tokens"),
+    )
+)
+EXPLAINED_BY = {
+    "scorer": tuple(
+        f"reward.{key}"
+        for key in ("scorers", "deadline_seconds", "on_status", "penalty", "violated")
+    ),
+    "sampling": (
+        "seed",
+        *(f"rollout.{key}" for key in ("group_size", "temperature", "max_response_tokens")),
+        *(f"rollout.{key}" for key in ("stop", "dtype", "attention_backend")),
+    ),
+    "data": _ROWS,
+    "eval_data": _ROWS,
+}
+"""A content that follows from recipe keys: where one of them differs it was asked for there. Keys
+that its hash does not read explain nothing."""
+MOST_TOLD = 5
+
+
+class ResumeRefused(InputError):
+    """What lies there cannot be gone on from as it is asked; names old and new values."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """One decision; plain, so that rank 0 can tell it to every rank."""
+
+    number: int
+    """Of the resume, from 1."""
+    checkpoint: str | None
+    """The folder of the checkpoint; None: the run starts at iteration 0 again."""
+    own: bool
+    """Whether that is a checkpoint of this run's own folder."""
+    iteration: int
+    attempt: int
+    use: str
+    allowed: tuple[str, ...]
+    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Recipe key → (before, now), of all keys that differ."""
+    meant: tuple[str, ...] = ()
+    """Those of them that change the maths and were allowed."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def folder_name(self) -> str:
+        return f"{FOLDER}/{self.number:03d}"
+
+    def position(self) -> Position | None:
+        """Raises `CheckpointError`."""
+        if self.checkpoint is None:
+            return None
+        return read_position(read_commit(Path(self.checkpoint)))
+
+
+def resumes(run_folder: Path) -> list[dict[str, Any]]:
+    """What `resume.json` of each resume says, in order."""
+    found = sorted((run_folder / FOLDER).glob(f"*/{RESUME_FILE}"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+
+
+def decide(recipe: Recipe, folder: Path) -> Resume | None:
+    """Where the run of `recipe` in `folder` goes on; None for a new run. Removes half-written
+    checkpoints of that folder.
+
+    Raises `RecipeError` for a run that may not be gone on with, `NoCheckpoint`, `ResumeRefused` for
+    a recipe that changes the maths, `CheckpointError`.
+    """
+    asked = recipe.resume.from_
+    began = (folder / RECIPE_FILE).exists()
+    if began and (asked == NEVER or not _has_begun(folder)):
+        raise RecipeError(f"{_state(folder)}; set run.name=…, or run.overwrite=true to replace it")
+    if not began and asked in (AUTO, NEVER):
+        return None
+    notes = clean(folder)
+    commit = _chosen(asked, folder)
+    own = commit is None or commit.folder.resolve().parent.parent == folder.resolve()
+    position = None if commit is None else read_position(commit)
+    iteration = 0 if position is None else position.iteration
+    _check_length(recipe, folder, commit, own, iteration)
+    stored = recipe_of_tree(position.recipe) if position else load_recipe(folder / RECIPE_FILE, [])
+    differences = resume_differences(recipe, stored)
+    refuse(differences, recipe, commit, folder)
+    if commit is None:
+        notes.append(f"{folder} has no whole checkpoint: starting at iteration 0 again")
+    return Resume(
+        number=1 + max((int(told["number"]) for told in resumes(folder)), default=0),
+        checkpoint=None if commit is None else str(commit.folder.resolve()),
+        own=own,
+        iteration=iteration,
+        attempt=_attempt(folder, position if own else None),
+        use=recipe.resume.use,
+        allowed=tuple(recipe.resume.allow),
+        changes=_changes(recipe, stored),
+        meant=tuple(differences),
+        notes=tuple(notes),
+    )
+
+
+def _check_length(
+    recipe: Recipe, folder: Path, commit: Commit | None, own: bool, iteration: int
+) -> None:
+    """Raises `RecipeError` where `recipe` leaves nothing to do beyond position `iteration`.
+
+    A run that was killed between its last checkpoint and its last write has that write to do.
+    """
+    last = recipe.run.iterations
+    if iteration < last or (own and iteration == last and not (folder / FINISHED_FILE).exists()):
+        return
+    if own:
+        raise RecipeError(
+            f"{_state(folder)}; raise run.iterations above {iteration} to go on, set run.name=…, "
+            "or run.overwrite=true to replace it"
+        )
+    raise RecipeError(
+        f"resume.from: {commit.folder} is of {iteration} iterations, run.iterations is {last}; "
+        "raise it to go on from there, or name an older checkpoint"
+    )
+
+
+def refuse(
+    differences: Mapping[str, tuple[Any, Any]],
+    recipe: Recipe,
+    commit: Commit | None,
+    folder: Path,
+) -> None:
+    """Raises `ResumeRefused` for what differs and is not in `resume.allow`."""
+    left = {name: pair for name, pair in differences.items() if name not in recipe.resume.allow}
+    if not left:
+        return
+    told = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in _first(left))
+    more = f" and {len(left) - MOST_TOLD} more" if len(left) > MOST_TOLD else ""
+    raise ResumeRefused(
+        f"{folder if commit is None else commit.folder} does not fit: {told}{more}; change it "
+        "back, set run.name=… for a run of its own, or "
+        f"resume.allow=[{','.join(left)}] if it is meant"
+    )
+
+
+def contents(recipe: Recipe, resume: Resume, mine: Mapping[str, str], run_folder: Path) -> None:
+    """Compare what the position was made with to what is loaded now. Rank 0's.
+
+    Raises `ResumeRefused` for another tokenizer, model, data set, sampling or scorer, and for
+    records that are not those of the checkpoint.
+    """
+    position = resume.position()
+    if position is None:
+        return
+    differences: dict[str, tuple[Any, Any]] = {
+        name: pair
+        for name, pair in contract_differences(position.contracts, mine).items()
+        if not any(
+            key.startswith(prefix) for key in resume.meant for prefix in EXPLAINED_BY.get(name, ())
+        )
+    }
+    if resume.own:
+        broken = check_records(run_folder, position.records)
+        for file, (old, new) in sorted(broken.items())[:1]:
+            more = f" (and {len(broken) - 1} more files)" if len(broken) > 1 else ""
+            differences[RECORDS] = (f"{file} of {old}", new + more)
+    refuse(differences, recipe, read_commit(Path(resume.checkpoint)), run_folder)
+
+
+def _chosen(asked: str, folder: Path) -> Commit | None:
+    """The checkpoint that `resume.from` leads to; None where there is none."""
+    whole, _ = whole_checkpoints(folder)
+    newest = whole[-1] if whole else None
+    if asked in (AUTO, NEVER):
+        return newest
+    named = find_checkpoint(Path(asked))
+    if named.folder.resolve().parent.parent != folder.resolve():
+        # A run that began elsewhere goes on from its own checkpoints, started again.
+        return newest or named
+    # A rollback that was asked for is done once: started again, the same command goes on from what
+    # was saved since. What was saved before is left from a rollback that was itself interrupted.
+    done = _rollback(folder, asked)
+    since = [] if done is None else [each for each in whole if each.committed_at > done["time"]]
+    return since[-1] if since else named
+
+
+def _rollback(folder: Path, asked: str) -> dict[str, Any] | None:
+    """The first of the last resumes that were all asked for by `asked`; None where the last one
+    was not."""
+    found = None
+    for told in reversed(resumes(folder)):
+        if told["asked"] != asked:
+            break
+        found = told
+    return found
+
+
+def _attempt(folder: Path, position: Position | None) -> int:
+    """`update_attempt` from here on: higher than before where an update is done again."""
+    path = folder / JOURNAL_FILE
+    lines = read_json_lines(path)[0] if path.exists() else []
+    step = 0 if position is None else position.actor.version.optimizer_step
+    highest = max(
+        [0 if position is None else position.attempt]
+        + [int(told["attempt"]) for told in resumes(folder)]
+        + [int(line.get("update_attempt", 0)) for line in lines]
+    )
+    iteration = 0 if position is None else position.iteration
+    again = any(
+        line.get("state") == State.UPDATING_FROM and line.get("iteration", -1) >= iteration
+        for line in lines
+    ) or any(int(line.get("optimizer_step", 0)) > step for line in lines)
+    return highest + again
+
+
+def _changes(recipe: Recipe, stored: Recipe) -> dict[str, tuple[Any, Any]]:
+    mine, theirs = recipe.flat(), stored.flat()
+    return {
+        key: (theirs.get(key), mine.get(key))
+        for key in sorted(mine | theirs)
+        if mine.get(key) != theirs.get(key)
+    }
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a run came to weights there. A folder without is somebody's, with a recipe in it."""
+    journal = folder / JOURNAL_FILE
+    return (journal.exists() and journal.stat().st_size > 0) or bool(resumes(folder))
+
+
+def _state(folder: Path) -> str:
+    state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
+    return f"{folder} holds {state}"
+
+
+def _first(differences: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, tuple[Any, Any]]]:
+    return sorted(differences.items())[:MOST_TOLD]

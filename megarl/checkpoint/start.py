@@ -1,0 +1,129 @@
+"""A start that goes on: compared with where it goes on, the folder cut back, the state restored.
+
+start = take_up(…)              once inputs are loaded; every rank takes rank 0's word
+start.restore_roles(…)          once models are built
+start.restore_data(…)           cursor and quarantine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.begin import begin
+from megarl.checkpoint.commit import CheckpointError
+from megarl.checkpoint.position import Position
+from megarl.checkpoint.restore import restore_roles
+from megarl.checkpoint.resume import Resume, ResumeRefused, contents
+from megarl.checkpoint.saver import Checkpointer, layout_of
+from megarl.data.cursor import PromptCursor
+from megarl.exports import Exports
+from megarl.observe.console import Console
+from megarl.recipe import Recipe
+from megarl.rewards.quarantine import Quarantine
+from megarl.world import World
+
+
+@dataclass
+class Start:
+    """Where this start goes on."""
+
+    resume: Resume
+    position: Position | None
+    """None: at iteration 0 again, with everything of the earlier attempt set aside."""
+
+    @property
+    def iteration(self) -> int:
+        """The first one to run."""
+        return self.resume.iteration
+
+    def restore_roles(self, checkpointer: Checkpointer, world: World) -> None:
+        """Weights, optimizer and random generators, proven by digest. Collective; raises as
+        `restore.restore_roles` does."""
+        if self.position is None:
+            return
+        world.enter("build_actor")
+        restore_roles(
+            Path(self.resume.checkpoint),
+            self.position,
+            checkpointer.actor,
+            checkpointer.reference,
+            checkpointer.state,
+            world,
+        )
+
+    def restore_data(
+        self, cursor: PromptCursor, quarantine: Quarantine, note: Callable[[str], None]
+    ) -> None:
+        """What was drawn and what is drawn no more. Another data set or seed, where it was allowed,
+        is drawn from its beginning."""
+        if self.position is None:
+            return
+        mine, stored = cursor.state, self.position.cursor
+        changed = [key for key in ("fingerprint", "seed") if mine[key] != stored[key]]
+        if changed:
+            what = " and ".join("data" if key == "fingerprint" else key for key in changed)
+            note(
+                f"another {what}, as allowed: prompts are drawn from the beginning of the new order"
+            )
+        else:
+            cursor.restore(stored)
+        if "fingerprint" not in changed:
+            quarantine.restore(self.position.quarantine)
+
+    def restore_exports(self, exports: Exports, note: Callable[[str], None]) -> None:
+        """The best export as the position knows it. Collective."""
+        best = None if self.position is None else self.position.best
+        line = exports.restore(best, own=self.resume.own)
+        if line is not None:
+            note(line)
+
+
+def take_up(
+    recipe: Recipe,
+    world: World,
+    resume: Resume | None,
+    mine: Mapping[str, str],
+    console: Console,
+) -> Start | None:
+    """Rank 0's decision, checked against the contents `mine` and carried out. Collective.
+
+    None for a new run. Raises `ResumeRefused` on every rank, with the run's folder as it was;
+    `CheckpointError` where the folder could not be cut back.
+    """
+    resume = world.gather(resume)[0]
+    if resume is None:
+        return None
+    _on_main(world, ResumeRefused, lambda: contents(recipe, resume, mine, recipe.run_folder))
+    lines: list[str] = []
+    _on_main(
+        world,
+        CheckpointError,
+        lambda: lines.extend(begin(recipe, resume, recipe.run_folder, layout_of(world))),
+    )
+    position = resume.position()
+    where = "the start" if position is None else resume.checkpoint
+    console.note(
+        f"going on at iteration {resume.iteration} from {where} (resume {resume.number}, "
+        f"update attempt {resume.attempt})"
+    )
+    for line in resume.notes:
+        console.note(line)
+    if lines:
+        console.note(f"set aside in {resume.folder_name}: {'; '.join(lines)}")
+    return Start(resume, position)
+
+
+def _on_main(world: World, error_type: type[Exception], do: Callable[[], Any]) -> None:
+    """Rank 0 does it, and every rank raises `error_type` where it could not. Collective."""
+    problem: Exception | None = None
+    if world.is_main:
+        try:
+            do()
+        except (OSError, ValueError, CheckpointError) as error:
+            problem = error
+    told = world.gather("" if problem is None else str(problem))[0]
+    if told:
+        raise error_type(told) from problem
