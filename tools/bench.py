@@ -12,11 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench import experience, loop, peer_trl  # noqa: E402
+from tools.bench import checkpoint, experience, loop, peer_trl  # noqa: E402
 from tools.bench.harness import Bench, BenchError, report  # noqa: E402
 
 BENCHES: dict[str, Bench] = {
-    bench.name: bench for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH)
+    bench.name: bench for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH, checkpoint.BENCH)
 }
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from megarl.audit.earlier import EarlierView, every_state
 from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RunView
 from megarl.contracts.hashes import bytes_hash, file_hash
@@ -36,7 +37,7 @@ _WRITTEN_BEFORE_DERIVED = re.compile(
     rf"(derived_\d+\.safetensors|selection\.safetensors|derived\.json)({re.escape(UNFINISHED)})?"
 )
 """What a run that ends in an update may leave without a list of it: `derived.json` comes last."""
-LISTS = {"prompts"}
+LISTS = {"prompts", "drawn"}
 """Kinds of parts that are JSON lines; the others are columns."""
 
 
@@ -56,7 +57,7 @@ def manifest(view: IterationView) -> Iterator[Found]:
         yield Found(file, told_by(error))
         return
     kinds = [part.kind for part in view.manifest.parts]
-    for kind, wanted in (("prompts", 1), ("rollout", None), ("scored", None)):
+    for kind, wanted in (("prompts", 1), ("drawn", 1), ("rollout", None), ("scored", None)):
         count = kinds.count(kind)
         if not count or wanted is not None and count != wanted:
             yield Found(file, f"lists {count} {kind} parts", field="parts")
@@ -144,19 +145,22 @@ def origin(view: IterationView) -> Iterator[Found]:
     """All records are of this run, this iteration and the versions the journal had then."""
     run, header = view.run, view.manifest.header
     file = view.file(MANIFEST_FILE)
-    name = run.recipe.run.name
+    recipe, facts = view.recipe, view.facts_recipe
+    name = facts.run.name
     if header.run_id != name:
         yield Found(file, f"of run {header.run_id}, this is {name}", field="run_id")
     if header.iteration != view.number:
         yield Found(file, f"of iteration {header.iteration}", field="iteration")
-    if header.recipe_hash != run.recipe.hash:
-        what = f"sealed under recipe {header.recipe_hash}, recipe.yaml is {run.recipe.hash}"
+    if header.recipe_hash != facts.hash:
+        what = f"sealed under recipe {header.recipe_hash}, recipe.yaml is {facts.hash}"
         yield Found(file, what, field="recipe_hash")
     derived = view.derived
-    if derived is not None and derived.get("recipe_hash") != run.recipe.hash:
-        what = f"derived under recipe {derived.get('recipe_hash')}, not {run.recipe.hash}"
+    if derived is not None and derived.get("recipe_hash") != recipe.hash:
+        what = f"derived under recipe {derived.get('recipe_hash')}, not {recipe.hash}"
         yield Found(view.file(DERIVED_FILE), what, field="recipe_hash")
-    generating = run.journal_line("GENERATING", view.number)
+    # The facts that a resume went on from were generated before it.
+    state = "EXPERIENCE_SEALED" if view.number in run.reused else "GENERATING"
+    generating = run.journal_line(state, view.number)
     for role in ("rollout", "old"):
         made_by = header.producers.get(role)
         if generating is not None and made_by != generating["version"]:
@@ -179,7 +183,7 @@ def origin(view: IterationView) -> Iterator[Found]:
 
 def _sampling(view: IterationView) -> Iterator[Found]:
     """What the manifest says of the sampling is what the recipe says."""
-    recipe, sampling = view.run.recipe, asdict(view.manifest.header.sampling)
+    recipe, sampling = view.facts_recipe, asdict(view.manifest.header.sampling)
     wanted = {"n": recipe.rollout.group_size, "seed": recipe.seed}
     same = ("temperature", "max_response_tokens", "dtype", "attention_backend", "top_p", "top_k")
     same += ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -193,6 +197,9 @@ def _sampling(view: IterationView) -> Iterator[Found]:
 def chain(run: RunView) -> Iterator[Found]:
     """Each manifest names the hash of the one before it."""
     hashes: dict[int, str] = {}
+    # Where a run goes on, retention may have let go of all before it.
+    resumed = {part.first for part in run.segments if part.first - 1 not in run.sealed}
+    alone = {run.first} | resumed
     for number in run.sealed:
         folder = iteration_folder(run.folder, number)
         try:
@@ -207,31 +214,44 @@ def chain(run: RunView) -> Iterator[Found]:
         if number - 1 in hashes and read.previous != hashes[number - 1]:
             what = f"follows manifest {read.previous}, the one before it is {hashes[number - 1]}"
             yield Found(file, what, field="previous")
-        if number == 0 and read.previous is not None:
+        if number == run.first and read.previous is not None:
             yield Found(file, f"the first one follows {read.previous}", field="previous")
-        if number > 0 and read.previous is None:
+        if read.previous is None and number not in alone:
             yield Found(file, "follows no manifest, and is not the first", field="previous")
 
 
 def retention(run: RunView) -> Iterator[Found]:
-    """Missing iterations are those the recipe lets go, and no iteration is there that never was."""
-    section = run.recipe.experience
+    """Missing iterations are those a recipe let go, and no iteration is there that never was."""
     sealed = {
         line["iteration"]: line for line in run.journal if line["state"] == "EXPERIENCE_SEALED"
     }
-    # Retention runs once an iteration is derived: the newest one that then was.
-    updating = [line["iteration"] for line in run.journal if line["state"] == "UPDATING_FROM"]
-    newest = max(updating, default=-1)
+    states = [run, *every_state(run)]
+    # Facts that a resume went on from are no more this state's alone.
+    later = {resumed.reused for resumed in run.resumes[run.begun :]}
     for number, line in sealed.items():
-        if number in run.sealed or number in run.sources:
+        if number in run.sealed or number in run.sources or number in later:
             continue
-        if is_kept(number, newest, section.keep, section.keep_every):
+        if not any(_let_go(state, number) for state in states):
             what = f"iteration {number} is sealed, {_name(number)} is missing or has no manifest"
             yield Found(line.where, what)
     for number in run.folders:
         open_end = not run.is_finished and number > max(sealed, default=-1)
         if number not in sealed and not open_end and not run.only_scores:
             yield Found(_name(number), "the journal never sealed this iteration")
+
+
+def _let_go(state: RunView, number: int) -> bool:
+    """Whether a start of a run let an iteration go that it found or made, by its own recipe.
+    Retention runs once an iteration is derived: the newest one that then was."""
+    last = state.segments[-1]
+    if isinstance(state, EarlierView) and number >= state.resumed.cut:
+        return False  # another iteration of that number, which was set aside
+    updating = [line["iteration"] for line in state.journal if line["state"] == "UPDATING_FROM"]
+    newest = max((made for made in updating if made >= last.first), default=-1)
+    if newest < 0:
+        return False
+    section = state.recipe.experience
+    return not is_kept(number, newest, section.keep, section.keep_every)
 
 
 def strays(run: RunView) -> Iterator[Found]:

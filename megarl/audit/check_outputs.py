@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.audit.check_versions import MOST_TENSORS
 from megarl.audit.findings import Found
-from megarl.audit.view import IterationView, RunView, tensors_of
+from megarl.audit.logs import tensors_of
+from megarl.audit.view import IterationView, RunView
 from megarl.contracts.version import TensorEntry, WeightManifest
 from megarl.data.prepare import Parity
 from megarl.experience.versions import VERSION
@@ -114,6 +115,8 @@ def rows(run: RunView) -> Iterator[Found]:
 def setting(run: RunView) -> Iterator[Found]:
     """What the run ran on, and with which data, is told."""
     generated = any(line["state"] == "GENERATING" for line in run.journal)
+    if run.cut is not None:
+        return  # set aside, and not written anew yet
     for file, needed in ((ENVIRONMENT_FILE, len(run.journal) > 0), (DATA_FILE, generated)):
         path = run.folder / file
         if not path.exists():

@@ -11,6 +11,7 @@ from megarl.audit.view import TOKENIZER_FOLDER, RunView
 from megarl.contracts.states import (
     COLLECTING,
     FROM_SEALED,
+    RESUMED,
     TRANSITIONS,
     IllegalTransition,
     Journal,
@@ -20,9 +21,10 @@ from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import SealError
 from megarl.experience.manifest import MANIFEST_FILE, fault
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
-from megarl.recipe import RecipeError
+from megarl.recipe import RecipeError, load_recipe
 from megarl.run_folder import REPLAY_FILE
 
+SEALED_BEFORE = (State.ACTOR_COMMITTED, State.EXPERIENCE_SEALED)
 LAST_STATES = (State.UPDATING_FROM, State.EXPERIENCE_SEALED)
 """What an iteration's commit follows; a run that only collects has no update."""
 CLOCK_TOLERANCE_SECONDS = 1.0
@@ -41,18 +43,20 @@ def records(run: RunView) -> Iterator[Found]:
 
 
 def recipe(run: RunView) -> Iterator[Found]:
-    """recipe.yaml is a whole recipe of this program."""
-    try:
-        _ = run.recipe.hash
-    except RecipeError as error:
-        yield Found(RECIPE_FILE, str(error))
+    """recipe.yaml is a whole recipe of this program, and so are those of earlier starts."""
+    for path in sorted({run.folder / RECIPE_FILE} | {part.recipe for part in run.segments}):
+        try:
+            _ = load_recipe(path).hash
+        except RecipeError as error:
+            yield Found(str(path.relative_to(run.root)), str(error))
 
 
 def journal(run: RunView) -> Iterator[Found]:
     """A legal walk through the states, one whole cycle after another, each with its evidence."""
     table = transitions_of(run)
-    walk, cycles = Journal(None, table), Cycles()
+    walk, cycles = Journal(None, table), Cycles(run.first)
     before: Line | None = None
+    earlier_state: State | None = None
     for line in run.journal:
         version = run.policy_versions.get(line["version"])
         if before is not None and before.told == line.told:
@@ -63,9 +67,6 @@ def journal(run: RunView) -> Iterator[Found]:
         except ValueError:
             yield Found(line.where, f"{line['state']} is no state", field="state")
             continue
-        if walk.state is State.FAILED:
-            # A run that goes on after a failure begins again at what it committed.
-            walk = Journal(None, table)
         evidence = {k: v for k, v in line.told.items() if k not in ("state", "iteration")}
         evidence.pop("version")
         if version is None:
@@ -78,6 +79,11 @@ def journal(run: RunView) -> Iterator[Found]:
             yield Found(line.where, str(error), field="state")
             walk.state, walk.iteration, walk.version = state, line["iteration"], version
         yield from cycles.follow(state, line)
+        before_it, earlier_state = earlier_state, state
+        as_found = (before_it, state) == SEALED_BEFORE and bool(run.reused)
+        if as_found and line["iteration"] not in run.reused:
+            what = "is sealed, and was not generated: no resume went on from its facts"
+            yield Found(line.where, what, field="state")
     last = "no state" if before is None else before["state"]
     if run.is_finished and last != State.ACTOR_COMMITTED and not run.only_scores:
         yield Found(run.journal.file, f"ends at {last}, though the run finished")
@@ -87,23 +93,22 @@ def transitions_of(run: RunView) -> Mapping[State, frozenset[State]]:
     """The whole loop's, or those of the part of it that this run is."""
     if run.sources:
         return FROM_SEALED
-    return COLLECTING if run.only_collects else TRANSITIONS
+    if run.only_collects:
+        return COLLECTING
+    return RESUMED if run.reused else TRANSITIONS
 
 
 class Cycles:
     """Follows which iteration a journal is in."""
 
-    def __init__(self) -> None:
-        self._next: int | None = None
-        """The iteration that trains next; None before the first line."""
-        self._now = 0
+    def __init__(self, first: int) -> None:
+        self._next = self._now = first
+        """The iteration that trains next, and the one that it is in."""
         self._before: State | None = None
 
     def follow(self, state: State, line: Line) -> Iterator[Found]:
         """Iterations follow each other without a gap; one cycle is of one iteration."""
         number = line["iteration"]
-        if self._next is None:
-            self._next = self._now = number
         wanted = (self._now,)
         if state is State.GENERATING or self._before is State.ACTOR_COMMITTED:
             # Evaluation after the last update exports once more, and commits the same version.
@@ -132,35 +137,36 @@ def finished(run: RunView) -> Iterator[Found]:
     """finished.json names the version that was committed last, and all iterations trained."""
     if not run.is_finished or run.only_scores:
         return
+    file = run.file(FINISHED_FILE)
     try:
         told = json.loads((run.folder / FINISHED_FILE).read_text(encoding="utf-8"))
         named, hash_, count = told["version"], told["weight_manifest_hash"], told["iterations"]
     except OSError as error:
-        yield Found(FINISHED_FILE, f"cannot be read: {error.strerror}")
+        yield Found(file, f"cannot be read: {error.strerror}")
         return
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        yield Found(FINISHED_FILE, f"does not say how the run ended: {fault(error)}")
+        yield Found(file, f"does not say how the run ended: {fault(error)}")
         return
     commits = [line for line in run.journal if line["state"] == "ACTOR_COMMITTED"]
     if commits:
         last = commits[-1]
         if named != last["version"]:
             what = f"names version {named}, {last.where} committed {last['version']}"
-            yield Found(FINISHED_FILE, what, field="version")
+            yield Found(file, what, field="version")
         if hash_ != last.told.get("weight_manifest_hash"):
             what = f"{hash_}, {last.where} committed {last.told.get('weight_manifest_hash')}"
-            yield Found(FINISHED_FILE, what, field="weight_manifest_hash")
+            yield Found(file, what, field="weight_manifest_hash")
     if count != run.recipe.run.iterations:
         what = f"{count} iterations, the recipe asks for {run.recipe.run.iterations}"
-        yield Found(FINISHED_FILE, what, field="iterations")
+        yield Found(file, what, field="iterations")
     done = run.trained
     word = "update"
     if run.only_collects:
         done = {line["iteration"] for line in run.journal if line["state"] == "EXPERIENCE_SEALED"}
         word = "experience"
-    missing = sorted(set(range(run.recipe.run.iterations)) - done)
+    missing = sorted(set(range(run.first, run.recipe.run.iterations)) - done)
     if missing:
-        yield Found(FINISHED_FILE, f"the journal has no {word} of iterations {missing[:8]}")
+        yield Found(file, f"the journal has no {word} of iterations {missing[:8]}")
 
 
 def tokenizer(run: RunView) -> Iterator[Found]:

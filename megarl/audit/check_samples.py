@@ -32,7 +32,7 @@ def columns(view: IterationView) -> Iterator[Found]:
 def ids(view: IterationView) -> Iterator[Found]:
     """No two records have one id; every id is of a drawn prompt and a candidate that was asked
     for; no prompt is drawn twice; trainer's rows are rows that were sampled."""
-    group_size = view.run.recipe.rollout.group_size
+    group_size = view.facts_recipe.rollout.group_size
     names = Counter(prompt.get("prompt_id") for prompt in view.prompts)
     for name, count in names.items():
         if count > 1:
@@ -67,7 +67,7 @@ def ids(view: IterationView) -> Iterator[Found]:
 def groups(view: IterationView) -> Iterator[Found]:
     """Every drawn prompt has its whole group, but for what the ledger calls lost; all of a group
     answer the very same prompt ids."""
-    group_size = view.run.recipe.rollout.group_size
+    group_size = view.facts_recipe.rollout.group_size
     prompts: dict[int, tuple[bytes, str]] = {}
     present: Counter[int] = Counter()
     for raw in view.rollouts:
@@ -96,7 +96,7 @@ def groups(view: IterationView) -> Iterator[Found]:
 def tokens(view: IterationView) -> Iterator[Found]:
     """Ids lie in the vocabulary, lengths within the recipe's, masks let something train."""
     vocabulary = view.run.tokens.vocab_size
-    recipe = view.run.recipe
+    recipe = view.facts_recipe
     limits = (
         ("prompt", recipe.data.max_prompt_tokens),
         ("response", recipe.rollout.max_response_tokens),

@@ -22,7 +22,7 @@ LARGEST_LOG_PROB = 1e-6
 def scores(view: IterationView) -> Iterator[Found]:
     """Every total is what the recipe makes of the components: their weighted sum, the total of a
     violated constraint, or the declared penalty. Every scorer's component is there."""
-    section = view.run.recipe.reward
+    section = view.facts_recipe.reward
     for row, record in enumerate(view.sealed.records):
         found = _wrong_total(record, section)
         if found is not None:
@@ -87,7 +87,7 @@ def log_probs(view: IterationView) -> Iterator[Found]:
 
 def parity(view: IterationView) -> Iterator[Found]:
     """Trainer and generator agree on every action token within the recipe's bounds."""
-    bounds, samples = view.run.recipe.parity, view.sealed.samples
+    bounds, samples = view.facts_recipe.parity, view.sealed.samples
     if bounds.action != "stop":
         return
     gap = np.abs(view.sealed.old_log_probs.astype(np.float64) - samples.rollout_log_probs)

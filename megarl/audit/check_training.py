@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from megarl.audit.again import differences
 from megarl.audit.findings import Found
-from megarl.audit.logs import Line
 from megarl.audit.losses import FirstLoss, first_loss
 from megarl.audit.view import IterationView
-from megarl.rollout.account import Drawn
 
 
 def selection(view: IterationView) -> Iterator[Found]:
@@ -47,7 +45,7 @@ def ledger_of(view: IterationView) -> Iterator[Found]:
     if line["sampled"] != line["trained"] + out:
         what = f"{line['sampled']} sampled are not {line['trained']} trained + {out} others"
         yield Found(line.where, what, field="sampled")
-    account = {"sampled": len(view.sealed.samples)} if run.only_collects else _account(view, line)
+    account = {"sampled": len(view.sealed.samples)} if run.only_collects else _account(view)
     for field, value in account.items():
         if line.told.get(field) != value:
             yield Found(line.where, f"{line.told.get(field)}, the facts give {value}", field=field)
@@ -57,18 +55,14 @@ def ledger_of(view: IterationView) -> Iterator[Found]:
         yield Found(line.where, what, field="version")
 
 
-def _account(view: IterationView, line: Line) -> dict:
-    """The ledger's account made again; why responses were lost, and in how many rounds they were
-    asked for, is told by the line alone."""
+def _account(view: IterationView) -> dict:
+    """The ledger's account made again."""
     sealed, plan = view.sealed, view.again.plan
-    lost = line.told.get("lost_reasons")
-    if not isinstance(lost, dict) or sum(lost.values()) != plan.account["lost"]:
-        return plan.account
-    sources = [prompt["source"] for prompt in sealed.prompts]
-    drawn = Drawn(sources, line.told.get("rounds"), lost)
-    longest = view.run.recipe.rollout.max_response_tokens
+    drawn = sealed.drawn.drawn([prompt["source"] for prompt in sealed.prompts])
+    longest = view.recipe.rollout.max_response_tokens
     lengths = sealed.samples.response_lengths
-    return plan.account | drawn.account(plan.selection, lengths, longest)
+    account = plan.account | drawn.account(plan.selection, lengths, longest)
+    return account | {"joined": sealed.drawn.joined.account}
 
 
 def first_losses(view: IterationView) -> Iterator[Found]:
@@ -76,7 +70,7 @@ def first_losses(view: IterationView) -> Iterator[Found]:
     rows = [line.told for line in view.run.metrics.of(view.number)[:1]]
     for line in view.run.updates.of(view.number)[:1]:
         metrics = rows[0] if rows else {}
-        loss = first_loss(view.sealed, view.again, view.run.recipe, line.told, metrics)
+        loss = first_loss(view.sealed, view.again, view.recipe, line.told, metrics)
         if isinstance(loss, FirstLoss) and not loss.agrees:
             yield Found(line.where, str(loss), field="steps.loss")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.audit.findings import Found
-from megarl.audit.logs import Line
-from megarl.audit.view import IterationView, RunView, tensors_of, version_of
+from megarl.audit.logs import Line, tensors_of, version_of
+from megarl.audit.view import IterationView, RunView
 from megarl.contracts.states import State
 from megarl.contracts.version import WeightManifest
 from megarl.experience.manifest import MANIFEST_FILE, fault
@@ -37,7 +37,8 @@ def versions(run: RunView) -> Iterator[Found]:
         if tensors.hash != version.weight_manifest_hash:
             what = f"its tensors hash to {tensors.hash}, it says {version.weight_manifest_hash}"
             yield Found(line.where, what, field="weight_manifest_hash")
-        if version.run_id != run.recipe.run.name and not run.only_scores:
+        name = run.recipe_of(line["iteration"]).run.name
+        if version.run_id != name and not run.only_scores:
             yield Found(line.where, f"of run {version.run_id}", field="run_id")
         content = {k: v for k, v in line.told.items() if k != "iteration"}
         where, before = seen.setdefault(line["id"], (line.where, content))
@@ -118,7 +119,7 @@ def handovers(run: RunView) -> Iterator[Found]:
         return
     told: Counter[tuple[str, str]] = Counter()
     entered = Counter((line["state"], line["version"]) for line in run.journal)
-    starts = 1 + sum(line["state"] == State.FAILED for line in run.journal)
+    starts = len(run.segments)
     last = run.versions.lines[-1] if run.versions.lines else None
     for line in run.versions:
         state = _ENTERED.get(line["kind"])
@@ -127,6 +128,8 @@ def handovers(run: RunView) -> Iterator[Found]:
             continue
         told[state, line["id"]] += 1
         known = starts if line.told.get("role") == "reference" else entered[state, line["id"]]
+        # The generator of facts that are used again was ready before the resume.
+        known += line["kind"] == LOADED and line["iteration"] in run.reused
         open_end = line is last and not run.is_finished
         if told[state, line["id"]] > known + open_end:
             what = f"tells version {line['id']} once more than {run.journal.file} has {state} of it"
@@ -162,8 +165,9 @@ def _update(run: RunView, line: Line) -> Iterator[Found]:
         what = f"to version {line['to']}, {committed.where} committed {committed['version']}"
         yield Found(line.where, what, field="to")
     steps = line["steps"]
-    if len(steps) != run.recipe.algorithm.minibatches:
-        what = f"{len(steps)} steps, the recipe has {run.recipe.algorithm.minibatches} minibatches"
+    minibatches = run.recipe_of(number).algorithm.minibatches
+    if len(steps) != minibatches:
+        what = f"{len(steps)} steps, the recipe has {minibatches} minibatches"
         yield Found(line.where, what, field="steps")
     if line["from"] in known and line["to"] in known:
         rise = known[line["to"]].optimizer_step - known[line["from"]].optimizer_step

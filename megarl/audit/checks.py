@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.audit import (
+    check_checkpoints,
     check_files,
     check_outputs,
+    check_resumes,
     check_run,
     check_samples,
     check_scores,
@@ -89,10 +91,42 @@ RUN_CHECKS = (
     RunCheck(
         "finished", "finished.json names the last commit", check_run.finished, needs_recipe=True
     ),
+    RunCheck(
+        "resumes",
+        "resumes are numbered, and went on as they say",
+        check_resumes.resumes,
+    ),
+    RunCheck(
+        "attempts",
+        "versions carry the attempt of their start, a redone update a new one",
+        check_resumes.attempts,
+        needs_recipe=True,
+    ),
+    RunCheck(
+        "aside",
+        "what resumes set aside is there, and begins at the position",
+        check_resumes.set_aside,
+        needs_recipe=True,
+    ),
+    RunCheck(
+        "checkpoints",
+        "checkpoints are whole, as they were committed",
+        check_checkpoints.checkpoints,
+        needs_recipe=True,
+    ),
+    RunCheck(
+        "positions",
+        "a position is that of the run at its iteration",
+        check_checkpoints.positions,
+        needs_recipe=True,
+    ),
     RunCheck("rows", "metrics.jsonl has one row of each iteration", check_outputs.rows),
     RunCheck("setting", "data.json and environment.json are there", check_outputs.setting),
     RunCheck("export", "hf/ holds the version committed last", check_outputs.export),
 )
+EARLIER = ("records", "recipe", "journal", "versions", "digests", "updates", "handovers", "once")
+EARLIER += ("retention", "times", "finished", "rows")
+"""Checks of a run that what resumes set aside must pass too, joined with what it was cut from."""
 COLUMNS = ("recipe", "manifest", "parts", "ids", "columns")
 _SEALED = (*COLUMNS, "sealed")
 _AGAIN = (*_SEALED, "again")

@@ -22,15 +22,15 @@ from megarl.audit.view import RunView, open_run
 
 SHOWN = 120
 """Letters of a value that are told."""
-ASIDE = ("run.name", "run.folder", "run.overwrite")
-"""Recipe keys in which two runs of one recipe differ."""
+ASIDE = ("run.name", "run.folder", "run.overwrite", "resume.from", "resume.use", "resume.allow")
+"""Recipe keys in which two runs of one recipe differ, interrupted or not."""
 
 LINE = "the first place where two runs part, by iteration, stage, sample and field"
 HELP = f"""{LINE}
 
 Stages in their order: start (weights), prompts, generation, scoring, log_probs, selection,
 advantages, update (steps, then weights). Recipe differences come first. Run ids, version ids,
-attempts and times are set aside; layouts may differ, samples join by id.
+attempts, interruptions and times are set aside; layouts may differ, samples join by id.
 
 examples:
   python tools/audit.py diff runs/a runs/b
@@ -77,7 +77,14 @@ def compare_runs(
         if run.is_replay:
             told = "its updates are compared, its experience is the other run's"
             parting.notes.append(f"{run.folder.name} is a replay: {told}")
-        elif not run.sealed:
+        for segment in run.segments:
+            if segment.start is not None:
+                told = f"{run.folder.name} was resumed at iteration {segment.first}"
+                changes = ", ".join(
+                    key for key in segment.start.told["changes"] if key not in ASIDE
+                )
+                parting.notes.append(told + f" with another {changes}" * bool(changes))
+        if not run.is_replay and not run.sealed:
             parting.notes.append(f"{run.folder.name} has no sealed iteration")
     if tolerance:
         parting.notes.append("weights are compared by digest, which knows no tolerance: left out")

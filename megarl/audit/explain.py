@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.audit import text
+from megarl.audit.earlier import EarlierView, rolled_back
 from megarl.audit.source import NotThere, open_sealed, words_of
 from megarl.audit.story import story
 from megarl.audit.tell import tell
@@ -33,6 +34,9 @@ examples:
   python tools/audit.py explain runs/quickstart-s1 --iteration 3 --draw 7 --candidate 0
   python tools/audit.py explain runs/quickstart-s1 3/sum-47-33-1/0 --json | jq .advantage
 
+An iteration that a resume rolled back was made again; what it first was lies in resumes/, and
+--before K tells of the run as it was before resume K.
+
 exit codes: 0 told; 1 a sealed file is damaged; 2 no such run or sample
 """
 MOST_TOKENS = 64
@@ -48,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draw", type=int, metavar="D", help="the prompt's place in its iteration")
     parser.add_argument("--candidate", type=int, metavar="C", help="which response to the prompt")
     parser.add_argument(
+        "--before", type=int, metavar="K", help="the run as it was before its resume K"
+    )
+    parser.add_argument(
         "--tokens",
         type=_most_tokens,
         default=MOST_TOKENS,
@@ -61,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the story; returns the exit code."""
     prepare_output()
     try:
-        source = open_sealed(arguments.folder)
+        source = open_sealed(arguments.folder, arguments.before)
         sealed, row = locate(source, arguments)
         words = words_of(source, sealed.manifest.header.tokenizer_hash)
         told = story(source, sealed, row, words)
@@ -136,9 +143,16 @@ def _iteration(source: RunView, iteration: int) -> SealedIteration:
     if iteration not in source.sealed:
         raise NotThere(
             f"iteration {iteration} is not on the disk; {source.folder} has "
-            f"{text.ranges(list(source.sealed))}"
+            f"{text.ranges(list(source.sealed))}{_aside(source, iteration)}"
         )
     return source.iteration(iteration).sealed
+
+
+def _aside(source: RunView, iteration: int) -> str:
+    """Where an iteration lies that a resume rolled back."""
+    views = [] if isinstance(source, EarlierView) else rolled_back(source, iteration)
+    told = (f"{view.file('')} (--before {view.resumed.number})" for view in views)
+    return f"; it was rolled back, and lies in {' and '.join(told)}" if views else ""
 
 
 def _row(sealed: SealedIteration, draw: int, candidate: int) -> int:

@@ -55,6 +55,9 @@ class Outcome:
 
     def take(self, found: Iterable[Found]) -> None:
         self.looked_at += 1
+        self.add(found)
+
+    def add(self, found: Iterable[Found]) -> None:
         for item in found:
             self.findings.append(Finding(item.file, item.what, item.sample, item.field, self.name))
 

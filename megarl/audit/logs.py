@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.contracts.states import JOURNAL_FILE
+from megarl.contracts.version import PolicyVersion, TensorEntry, WeightManifest
 from megarl.experience.updates import UPDATES_FILE
 from megarl.experience.versions import VERSIONS_FILE
 from megarl.observe.metrics import METRICS_FILE
@@ -87,6 +88,13 @@ class Log:
         """The lines about an iteration."""
         return self._by_iteration.get(iteration, [])
 
+    def before(self, iteration: int) -> Log:
+        """The lines about iterations before `iteration`, of a file that is being cut back there
+        and may be set aside whole."""
+        lines = tuple(line for line in self.lines if line["iteration"] < iteration)
+        problems = tuple((number, what) for number, what in self.problems if number)
+        return Log(self.file, lines, problems, self.torn)
+
     @cached_property
     def _by_iteration(self) -> dict[int, list[Line]]:
         found: dict[int, list[Line]] = {}
@@ -95,22 +103,28 @@ class Log:
         return found
 
 
-def read_log(folder: Path, file: str) -> Log:
-    """A missing file has the one problem that it is missing."""
+def read_log(folder: Path, file: str, name: str | None = None) -> Log:
+    """A missing file has the one problem that it is missing. `name` is told in its place."""
+    name = file if name is None else name
     try:
         text = (folder / file).read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
-        return Log(file, (), ((0, f"cannot be read: {error.strerror}"),), False)
+        return Log(name, (), ((0, f"cannot be read: {error.strerror}"),), False)
     lines, problems = [], []
     raw = text.split("\n")
     torn = bool(raw.pop())
     for number, body in enumerate(raw, start=1):
         told, problem = _parse(body, FIELDS[file])
         if problem is None:
-            lines.append(Line(file, number, told))
+            lines.append(Line(name, number, told))
         else:
             problems.append((number, problem))
-    return Log(file, tuple(lines), tuple(problems), torn)
+    return Log(name, tuple(lines), tuple(problems), torn)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Nothing where there is no such file."""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _parse(body: str, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -126,3 +140,19 @@ def _parse(body: str, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], str | 
         if not isinstance(told[key], kind) or isinstance(told[key], bool):
             return {}, f"field {key!r} is {type(told[key]).__name__}"
     return told, None
+
+
+def version_of(told: Mapping[str, Any]) -> PolicyVersion:
+    """Raises `KeyError`, `TypeError` and `ValueError` for a line that describes none."""
+    names = PolicyVersion.__dataclass_fields__
+    return PolicyVersion(**{name: told[name] for name in names})
+
+
+def tensors_of(told: Mapping[str, Any]) -> WeightManifest:
+    """The manifest that a line of versions.jsonl spells out; errors as `version_of`."""
+    return WeightManifest(
+        tuple(
+            TensorEntry(name, tuple(shape), dtype, int(digest, 16))
+            for name, shape, dtype, digest in told["tensors"]
+        )
+    )

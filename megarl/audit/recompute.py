@@ -88,8 +88,9 @@ class Job:
 
     source: RunView
     recipe: Recipe
-    """The run's."""
+    """The run's last one; an iteration before a resume may have had another."""
     other: Recipe
+    overrides: Sequence[str]
     changes: Sequence[str]
     """`key old → new`."""
     iterations: list[int]
@@ -125,7 +126,10 @@ def _job(arguments: argparse.Namespace) -> Job:
     check_recomputable(recipe, other, all("ref" in producers for producers in roles))
     if arguments.out is not None:
         _check_out(arguments.out, arguments.folder)
-    return Job(source, recipe, other, told(recipe, other), chosen, arguments.out is not None)
+    changes = told(recipe, other)
+    return Job(
+        source, recipe, other, arguments.overrides, changes, chosen, arguments.out is not None
+    )
 
 
 def _check_out(path: Path, run_folder: Path) -> None:
@@ -139,26 +143,30 @@ def _check_out(path: Path, run_folder: Path) -> None:
 
 def _iteration(job: Job, number: int) -> Result:
     sealed = job.source.iteration(number).sealed
-    again = recompute(sealed, job.recipe)
+    recipe, other = job.source.recipe_of(number), job.other
+    if recipe is not job.recipe:
+        other = load_recipe(job.source.recipe_file(number), job.overrides)
+    again = recompute(sealed, recipe)
     problems: list[Difference] = []
     if sealed.derived is not None:
         problems = list(differences(sealed, again))
-    loss = _first_loss(job, sealed, again)
+    loss = _first_loss(job, recipe, sealed, again)
     new, scores = again, None
     if job.changes:
-        if job.other.reward != job.recipe.reward:
-            scores = scored_under(sealed.scores, job.recipe, job.other)
-        new = recompute(sealed, job.other, scores)
+        facts = job.source.facts_recipe_of(number)
+        if other.reward != facts.reward:
+            scores = scored_under(sealed.scores, facts, other)
+        new = recompute(sealed, other, scores)
     return Result(
         iteration=number,
         problems=[str(problem) for problem in problems] + _wrong_loss(loss),
         compared=sealed.derived is not None,
-        old=_numbers(sealed, again, job.recipe),
-        new=_numbers(sealed, new, job.other),
+        old=_numbers(sealed, again, recipe),
+        new=_numbers(sealed, new, other),
         first_loss=asdict(loss) if isinstance(loss, FirstLoss) else None,
         loss_not_compared=loss if isinstance(loss, str) else None,
         changed=_changed(again, new),
-        columns=_columns(sealed, new, job.other) if job.keeps_columns else {},
+        columns=_columns(sealed, new, other) if job.keeps_columns else {},
     )
 
 
@@ -187,14 +195,16 @@ def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _first_loss(job: Job, sealed: SealedIteration, again: Recomputed) -> FirstLoss | str:
+def _first_loss(
+    job: Job, recipe: Recipe, sealed: SealedIteration, again: Recomputed
+) -> FirstLoss | str:
     """The first step's loss as the run recorded it and as it is recomputed, or why not."""
     number = sealed.manifest.header.iteration
     lines = updates_of(job.source, number)
     if not lines:
         return "no update is recorded"
     rows = [line.told for line in job.source.metrics.of(number)[:1]]
-    return first_loss(sealed, again, job.recipe, lines[0], rows[0] if rows else {})
+    return first_loss(sealed, again, recipe, lines[0], rows[0] if rows else {})
 
 
 def _wrong_loss(loss: FirstLoss | str) -> list[str]:
@@ -290,8 +300,9 @@ def _cells_as_trained(result: Result) -> list[str]:
 
 
 def _note_recipe(job: Job) -> Iterator[str]:
-    sealed = job.source.iteration(job.iterations[0]).manifest.header.recipe_hash
-    if sealed != job.recipe.hash:
+    first = job.iterations[0]
+    sealed = job.source.iteration(first).manifest.header.recipe_hash
+    if sealed != job.source.facts_recipe_of(first).hash:
         yield f"note: recipe.yaml is not the recipe of the seal, {sealed}: edited, or by other code"
 
 

@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     chosen = which.add_mutually_exclusive_group()
     chosen.add_argument("--iteration", metavar="A-B", help="3, 2-5, 2- or -5")
     chosen.add_argument("--last", type=_above_zero, metavar="N", help="the last N sealed ones")
+    which.add_argument(
+        "--before", type=int, metavar="K", help="of the run as it was before its resume K"
+    )
     only = top.add_argument_group("which samples (all that are named must hold)")
     only.add_argument("--reward", action="append", default=[], metavar="RANGE")
     only.add_argument(
@@ -121,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(arguments: argparse.Namespace) -> None:
     """Raises `NotARun`, `RecipeError`, `SealError`, and `ValueError` for a range."""
     choice = _choice(arguments)
-    source = open_sealed(arguments.folder)
+    source = open_sealed(arguments.folder, arguments.before)
     numbers = _numbers(arguments, source)
     words = words_of(source, source.iteration(numbers[0]).manifest.header.tokenizer_hash)
     if arguments.stats:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.audit.earlier import before
 from megarl.audit.view import TOKENIZER_FOLDER, RunView, open_run
 from megarl.contracts.tokens import Tokens, TokensError
 from megarl.observe.runfolder import NotARun
@@ -21,10 +22,12 @@ class NotThere(ValueError):
     """What was asked for does not exist in the run: the question is wrong, not the run."""
 
 
-def open_sealed(folder: Path) -> RunView:
+def open_sealed(folder: Path, before_resume: int | None = None) -> RunView:
     """`open_run`; raises `NotARun` also where no iteration is sealed, `RecipeError` for a recipe
-    that cannot be read."""
+    that cannot be read. `before_resume`: as it was before that resume of it."""
     run = open_run(folder)
+    if before_resume is not None:
+        run = before(run, before_resume)
     if not run.sealed:
         raise NotARun(f"{folder}: no iteration of this run is sealed (no experience/iter_*)")
     run.recipe  # noqa: B018 - read early: everything here needs it
@@ -71,7 +74,7 @@ class Words:
 def words_of(run: RunView, tokenizer_hash: str) -> Words:
     """The tokenizer that has the sealed hash: the run's own copy, else the model folder's."""
     refused = []
-    for folder in (run.folder / TOKENIZER_FOLDER, Path(run.recipe.model.path)):
+    for folder in (run.root / TOKENIZER_FOLDER, Path(run.recipe.model.path)):
         if not folder.is_dir():
             refused.append(f"{folder} does not exist")
             continue

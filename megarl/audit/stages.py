@@ -22,7 +22,8 @@ from megarl.audit.compare import (
     tokens,
     values,
 )
-from megarl.audit.view import RunView, tensors_of
+from megarl.audit.logs import tensors_of
+from megarl.audit.view import RunView
 from megarl.contracts.ids import pair_keys
 from megarl.contracts.version import TensorEntry, WeightManifest
 from megarl.experience.load import SealedIteration

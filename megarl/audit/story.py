@@ -16,11 +16,12 @@ import torch
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.audit import group
+from megarl.audit.earlier import EarlierView, rolled_back
 from megarl.audit.group import tokens_of, verdict_of
 from megarl.audit.source import Words, flatten, updates_of, version_lines
 from megarl.audit.text import none_if_nan
 from megarl.audit.view import RunView
-from megarl.experience.columns import read_columns
+from megarl.checkpoint.segments import segment_of
 from megarl.experience.load import SealedIteration
 from megarl.experience.source import SOURCE_FILE
 from megarl.recipe import Recipe
@@ -71,6 +72,7 @@ def story(run: RunView, sealed: SealedIteration, row: int, words: Words) -> dict
     """Everything known of the sample in canonical row `row`; JSON-able."""
     sample, header = sealed.samples[row], sealed.manifest.header
     prompt = sealed.prompts[sample.draw_index]
+    recipe = run.recipe_of(header.iteration)
     return {
         "sample_id": sealed.sample_id(row),
         "iteration": header.iteration,
@@ -92,15 +94,16 @@ def story(run: RunView, sealed: SealedIteration, row: int, words: Words) -> dict
         },
         "origin": _origin(sealed),
         "generation": _generation(sealed, row),
-        "token_table": _tokens(run.recipe, sealed, row, words),
-        "reward": _reward(run.recipe, sealed, row),
+        "token_table": _tokens(recipe, sealed, row, words),
+        "reward": _reward(run.facts_recipe_of(header.iteration), sealed, row),
         "group": group.siblings(sealed, row),
-        "advantage": group.advantage(run.recipe, sealed, row),
+        "advantage": group.advantage(recipe, sealed, row),
         "training": _training(run, sealed, row),
         "versions": _versions(run, sealed),
+        "attempts": _attempts(run, header.iteration),
         "recipe_hash": header.recipe_hash,
-        "recipe_is_sealed_one": run.recipe.hash == header.recipe_hash,
-        "recipe": _mattered(run.recipe),
+        "recipe_is_sealed_one": run.facts_recipe_of(header.iteration).hash == header.recipe_hash,
+        "recipe": _mattered(recipe),
         "experience": {
             "folder": str(sealed.folder),
             "experience_hash": sealed.manifest.experience_hash,
@@ -133,7 +136,7 @@ def _generation(sealed: SealedIteration, row: int) -> dict[str, Any]:
     expected = request_seed(sampling.seed, iteration, prompt_id, sample.candidate)
     return {
         "version": sealed.samples.version_id,
-        "replica": _replica(sealed, row),
+        "replica": int(sealed.replica[row]),
         "seed": sample.seed,
         "seed_of": {
             "run_seed": sampling.seed,
@@ -147,16 +150,6 @@ def _generation(sealed: SealedIteration, row: int) -> dict[str, Any]:
         "seconds": sample.finished - sample.started,
         "sampling": {name: getattr(sampling, name) for name in type(sampling).__slots__},
     }
-
-
-def _replica(sealed: SealedIteration, row: int) -> int | None:
-    draw, candidate = sealed.samples.draw_index[row], sealed.samples.candidate[row]
-    for part in sealed.manifest.parts:
-        if part.kind == "rollout":
-            columns, _ = read_columns(sealed.folder, part)
-            if ((columns["draw_index"] == draw) & (columns["candidate"] == candidate)).any():
-                return part.index
-    return None
 
 
 def _tokens(
@@ -227,9 +220,10 @@ def _training(run: RunView, sealed: SealedIteration, row: int) -> dict[str, Any]
         "times_trained": len(updates_of(run, sealed.manifest.header.iteration)),
     }
     if verdict is Verdict.TRAINED:
+        recipe = run.recipe_of(sealed.manifest.header.iteration)
         minibatch = int(sealed.derived.minibatch[row])
-        told |= {"minibatch": minibatch, "minibatches": run.recipe.algorithm.minibatches}
-        told |= _weight(run.recipe, sealed, row, minibatch)
+        told |= {"minibatch": minibatch, "minibatches": recipe.algorithm.minibatches}
+        told |= _weight(recipe, sealed, row, minibatch)
         lines = updates_of(run, sealed.manifest.header.iteration)
         if lines:
             steps = [step for step in lines[0]["steps"] if step["minibatch"] == minibatch]
@@ -276,6 +270,18 @@ def _versions(run: RunView, sealed: SealedIteration) -> dict[str, Any]:
         known[version_id]["tensors"] = len(line.get("tensors", ())) or None
         known[version_id]["generator_held"] = loaded and loaded.get("weight_manifest_hash")
     return {"roles": ids, "known": known}
+
+
+def _attempts(run: RunView, iteration: int) -> dict[str, Any]:
+    """Of which start of the run the iteration is, and where it lies as others made it."""
+    start = segment_of(run.segments, iteration).start
+    views = [] if isinstance(run, EarlierView) else rolled_back(run, iteration)
+    return {
+        "resume": None if start is None else start.number,
+        "update_attempt": 0 if start is None else start.attempt,
+        "from_facts_sealed_before": iteration in run.reused,
+        "rolled_back": {view.resumed.number: view.file("") for view in views},
+    }
 
 
 def _mattered(recipe: Recipe) -> dict[str, Any]:

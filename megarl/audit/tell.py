@@ -29,6 +29,7 @@ def tell(story: Story, width: int, most_tokens: int | None = None) -> Iterator[s
         ("experience", place["experience_hash"]),
         ("words", story["words"]),
         ("samples of", _origin_told(story["origin"])),
+        ("made", _attempts_told(story["attempts"])),
     )  # fmt: skip
     yield from _prompt(story["prompt"], width)
     yield from _response(story["response"], width)
@@ -43,6 +44,19 @@ def tell(story: Story, width: int, most_tokens: int | None = None) -> Iterator[s
 
 def _origin_told(origin: Story | None) -> str | None:
     return origin and f"{origin['run']} iteration {origin['iteration']}, scored again"
+
+
+def _attempts_told(attempts: Story) -> str | None:
+    """None in a run that was never resumed."""
+    told = []
+    if attempts["resume"] is not None:
+        attempt = attempts["update_attempt"]
+        told.append(f"after resume {attempts['resume']}, update attempt {attempt}")
+    if attempts["from_facts_sealed_before"]:
+        told.append("from the facts that were sealed before it")
+    for resume, place in attempts["rolled_back"].items():
+        told.append(f"what resume {resume} rolled back lies in {place} (--before {resume})")
+    return "; ".join(told)
 
 
 def _heading(name: str, told: str = "") -> Iterator[str]:

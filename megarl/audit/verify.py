@@ -13,15 +13,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.audit import check_files, check_outputs, check_run
-from megarl.audit.checks import COLUMNS, ITERATION_CHECKS, RUN_CHECKS
+from megarl.audit import check_checkpoints, check_files, check_outputs, check_run
+from megarl.audit.checks import COLUMNS, EARLIER, ITERATION_CHECKS, RUN_CHECKS
+from megarl.audit.earlier import EarlierView, earlier
 from megarl.audit.findings import Found, Outcome, Progress, Report
 from megarl.audit.losses import not_comparable
 from megarl.audit.view import IterationView, RunView, open_run
 from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import SealError
 from megarl.experience.manifest import DERIVED_FILE, MANIFEST_FILE
-from megarl.recipe import RecipeError
+from megarl.observe.runfolder import RECIPE_FILE
+from megarl.recipe import RecipeError, load_recipe
 
 JOINS, LAST_BEFORE_JOIN = "joins", "clocks"
 
@@ -41,7 +43,20 @@ def verify(run: RunView, progress: Callable[[str], None] = lambda told: None) ->
     for number in run.sealed:
         progress(f"iteration {number}")
         _verify_iteration(run.iteration(number), readable, outcomes)
+    for view in earlier(run):
+        progress(f"before resume {view.resumed.number}")
+        _verify_earlier(view, outcomes)
     return Report(str(run.folder), list(outcomes.values()), _notes(run))
+
+
+def _verify_earlier(view: EarlierView, outcomes: dict[str, Outcome]) -> None:
+    """What a resume set aside, as the run that it was: its own files alone, others were told."""
+    readable = _readable(view)
+    for check in RUN_CHECKS:
+        if check.name in EARLIER and (not check.needs_recipe or "recipe" in readable):
+            outcomes[check.name].add(item for item in check.find(view) if view.holds(item.file))
+    for number in view.set_aside:
+        _verify_iteration(view.iteration(number), readable, outcomes)
 
 
 def _verify_iteration(
@@ -84,7 +99,8 @@ def _count(outcomes: dict[str, Outcome]) -> int:
 def _readable(run: RunView) -> frozenset[str]:
     readable = set()
     try:
-        _ = run.recipe
+        for path in {run.folder / RECIPE_FILE} | {part.recipe for part in run.segments}:
+            load_recipe(path)
         readable.add("recipe")
     except RecipeError:
         pass  # `recipe` tells it
@@ -107,6 +123,16 @@ def _notes(run: RunView) -> list[str]:
     )
     if let_go:
         notes.append(f"{len(let_go)} iterations are not kept: {let_go[0]} … {let_go[-1]}")
+    for segment in run.segments:
+        if segment.start is not None:
+            start = segment.start
+            told = f"from {start.checkpoint}" if start.checkpoint else "from the start"
+            notes.append(f"resume {start.number}: iteration {segment.first} {told}")
+    if run.cut is not None:
+        told = f"resume {run.resumes[-1].number} had come to no state of its own"
+        notes.append(f"{told}: what lies beyond iteration {run.cut} is told of what it set aside")
+    for folder in check_checkpoints.half_written(run):
+        notes.append(f"{folder.relative_to(run.root)} is half-written: nothing resumes from it")
     if run.sources:
         told = f"{len(run.sources)} iterations are made of another run's sealed facts"
         notes.append(f"{told} (source.json): verify that run too")

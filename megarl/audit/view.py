@@ -6,7 +6,7 @@ their good lines and their bad ones; a sealed iteration raises `SealError` where
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,15 +15,24 @@ from typing import Any
 import numpy as np
 
 from megarl.audit.again import Recomputed, recompute
-from megarl.audit.logs import LEDGER_FILE, METRICS_FILE, Line, Log, read_log
+from megarl.audit.logs import LEDGER_FILE, METRICS_FILE, Line, Log, read_bytes, read_log, version_of
+from megarl.checkpoint.segments import (
+    Resumed,
+    Segment,
+    facts_recipe,
+    read_resumes,
+    segment_of,
+    segments,
+)
 from megarl.contracts.states import JOURNAL_FILE
 from megarl.contracts.tokens import Tokens
-from megarl.contracts.version import PolicyVersion, TensorEntry, WeightManifest
+from megarl.contracts.version import PolicyVersion
 from megarl.experience.columns import Part, SealError, read_columns, read_lines
 from megarl.experience.load import SealedIteration, load_iteration
 from megarl.experience.manifest import (
     DERIVED_FILE,
     FOLDER,
+    MANIFEST_FILE,
     Manifest,
     fault,
     iteration_folder,
@@ -31,7 +40,6 @@ from megarl.experience.manifest import (
     parts_of,
     read_json,
     read_manifest,
-    sealed_iterations,
 )
 from megarl.experience.source import SOURCE_FILE
 from megarl.experience.tokenizer import TOKENIZER_FOLDER
@@ -56,11 +64,22 @@ class IterationView:
 
     def __init__(self, run: RunView, number: int) -> None:
         self.run, self.number = run, number
-        self.folder = iteration_folder(run.folder, number)
+        self.home = run.homes.get(number, run.folder)
+        self.folder = iteration_folder(self.home, number)
 
     def file(self, name: str) -> str:
         """A file's name for findings: relative to the run's folder."""
-        return f"{FOLDER}/{self.folder.name}/{name}"
+        return str((self.folder / name).relative_to(self.run.root))
+
+    @property
+    def recipe(self) -> Recipe:
+        """Under which it trained. Raises `RecipeError`."""
+        return self.run.recipe_of(self.number)
+
+    @property
+    def facts_recipe(self) -> Recipe:
+        """Under which it was sealed: another one where a resume used its facts."""
+        return self.run.facts_recipe_of(self.number)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -105,12 +124,12 @@ class IterationView:
     @cached_property
     def sealed(self) -> SealedIteration:
         """All of it, joined by id."""
-        return load_iteration(self.run.folder, self.number)
+        return load_iteration(self.home, self.number)
 
     @cached_property
     def again(self) -> Recomputed:
-        """What the run's recipe makes of the facts. Raises `ValueError` where it cannot."""
-        return recompute(self.sealed, self.run.recipe)
+        """What its recipe makes of the facts. Raises `ValueError` where it cannot."""
+        return recompute(self.sealed, self.recipe)
 
     def sample_id(self, draw_index: int, candidate: int) -> str:
         """As `Identities.sample_id`, and readable where the draw index is no prompt's."""
@@ -124,42 +143,115 @@ class IterationView:
 
 
 class RunView:
-    """A run's folder. Made by `open_run`."""
+    """A run's folder, as the last start left it. Made by `open_run`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, whole: bool = False) -> None:
+        """`whole`: also what a resume that is cutting the folder back has not set aside yet."""
+        self.folder = self.root = folder
+        self._whole = whole
         # One at a time: an iteration may be as large as memory allows.
         self.iteration = lru_cache(maxsize=1)(lambda number: IterationView(self, number))
+        self._recipes = lru_cache(maxsize=None)(load_recipe)
+        self._earlier: list[Any] | None = None
+
+    def file(self, name: str) -> str:
+        """A file's name for findings: relative to the run's folder."""
+        return str((self.folder / name).relative_to(self.root))
 
     @cached_property
     def recipe(self) -> Recipe:
+        """The last one. Raises `RecipeError`."""
+        return self._recipes(self.folder / RECIPE_FILE)
+
+    def recipe_file(self, iteration: int) -> Path:
+        """Of the recipe under which it trained."""
+        return segment_of(self.segments, iteration).recipe
+
+    def recipe_of(self, iteration: int) -> Recipe:
         """Raises `RecipeError`."""
-        return load_recipe(self.folder / RECIPE_FILE)
+        return self._recipes(self.recipe_file(iteration))
+
+    def facts_recipe_of(self, iteration: int) -> Recipe:
+        """Raises `RecipeError`."""
+        return self._recipes(facts_recipe(self.resumes, self.root, iteration, self.begun))
+
+    @cached_property
+    def resumes(self) -> list[Resumed]:
+        """All of the run, by number; what is wrong with others, `resumes` tells."""
+        return read_resumes(self.root)[0]
+
+    @cached_property
+    def begun(self) -> int:
+        """How many of them came to a state: others at the end may still set things aside."""
+        latest = max((line["time"] for line in read_log(self.folder, JOURNAL_FILE)), default=0.0)
+        count = len(self.resumes)
+        while count and self.resumes[count - 1].time > latest:
+            count -= 1
+        return count
+
+    @cached_property
+    def cut(self) -> int | None:
+        """From which iteration on all goes aside now; None where no resume is cutting back."""
+        return min((item.cut for item in self.resumes[self.begun :]), default=None)
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The starts that the run's iterations are from."""
+        return segments(self.resumes, self.root, self.begun)
+
+    @property
+    def first(self) -> int:
+        """The first iteration there ever was: that of the checkpoint where it is another run's."""
+        return self.segments[0].first
+
+    def log(self, file: str) -> Log:
+        """A line file as far as it is this run's."""
+        log = read_log(self.folder, file)
+        return log if self.cut is None or self._whole else log.before(self.cut)
+
+    def bytes_of(self, file: str) -> bytes:
+        return read_bytes(self.folder / file)
+
+    def earlier_states(self, make: Callable[[int, RunView], RunView]) -> list[Any]:
+        """What `make(index of a resume, state after it)` makes for each, the last one first."""
+        if self._earlier is None:
+            self._earlier, later = [], RunView(self.folder, whole=True)
+            for at in reversed(range(len(self.resumes))):
+                later = make(at, later)
+                self._earlier.insert(0, later)
+        return self._earlier
 
     @cached_property
     def journal(self) -> Log:
-        return read_log(self.folder, JOURNAL_FILE)
+        return self.log(JOURNAL_FILE)
 
     @cached_property
     def versions(self) -> Log:
-        return read_log(self.folder, VERSIONS_FILE)
+        return self.log(VERSIONS_FILE)
 
     @cached_property
     def updates(self) -> Log:
-        return read_log(self.folder, UPDATES_FILE)
+        return self.log(UPDATES_FILE)
 
     @cached_property
     def ledger(self) -> Log:
-        return read_log(self.folder, LEDGER_FILE)
+        return self.log(LEDGER_FILE)
+
+    @cached_property
+    def metrics(self) -> Log:
+        return self.log(METRICS_FILE)
+
+    @cached_property
+    def homes(self) -> dict[int, Path]:
+        """Iteration → the folder whose `experience/` holds it; not all need be sealed."""
+        there = (number for number, _ in iteration_folders(self.folder))
+        end = None if self._whole else self.cut
+        return {number: self.folder for number in there if end is None or number < end}
 
     @cached_property
     def tokens(self) -> Tokens:
         """The run's own copy of the tokenizer. Raises `TokensError`."""
-        return Tokens.load(self.folder / TOKENIZER_FOLDER)
-
-    @cached_property
-    def metrics(self) -> Log:
-        return read_log(self.folder, METRICS_FILE)
+        return Tokens.load(self.root / TOKENIZER_FOLDER)
 
     @property
     def is_replay(self) -> bool:
@@ -170,21 +262,30 @@ class RunView:
     def is_finished(self) -> bool:
         return (self.folder / FINISHED_FILE).exists()
 
-    @cached_property
+    @property
     def folders(self) -> tuple[int, ...]:
-        """Iterations that have a folder, rising; not all of them need be sealed."""
-        return tuple(number for number, _ in iteration_folders(self.folder))
+        """Iterations that have a folder, rising."""
+        return tuple(self._places)
 
     @cached_property
     def sealed(self) -> tuple[int, ...]:
         """Iterations that have a manifest, rising."""
-        return tuple(sealed_iterations(self.folder))
+        return tuple(n for n, path in self._places.items() if (path / MANIFEST_FILE).exists())
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """Iterations that are made of another run's sealed facts (`--only score`, `train`)."""
-        folders = iteration_folders(self.folder)
-        return tuple(number for number, path in folders if (path / SOURCE_FILE).exists())
+        return tuple(n for n, path in self._places.items() if (path / SOURCE_FILE).exists())
+
+    @cached_property
+    def _places(self) -> dict[int, Path]:
+        return {n: iteration_folder(home, n) for n, home in sorted(self.homes.items())}
+
+    @cached_property
+    def reused(self) -> frozenset[int]:
+        """Iterations that went on, after a resume, from the facts they had sealed before it."""
+        starts = (segment.start for segment in self.segments if segment.start is not None)
+        return frozenset(start.reused for start in starts if start.reused is not None)
 
     @property
     def only_scores(self) -> bool:
@@ -197,7 +298,7 @@ class RunView:
         states = [line["state"] for line in self.journal]
         went_on = ("EXPERIENCE_SEALED", "ACTOR_COMMITTED") in zip(states, states[1:], strict=False)
         updates = any(line["state"] == "UPDATING_FROM" for line in self.journal)
-        derived = any((path / DERIVED_FILE).exists() for _, path in iteration_folders(self.folder))
+        derived = any((path / DERIVED_FILE).exists() for path in self._places.values())
         return (self.is_finished or went_on) and not (updates or derived or len(self.updates))
 
     def journal_line(self, state: str, iteration: int) -> Line | None:
@@ -237,22 +338,6 @@ class RunView:
         for line in self.journal:
             index.setdefault((line["state"], line["iteration"]), line)
         return index
-
-
-def version_of(told: Mapping[str, Any]) -> PolicyVersion:
-    """Raises `KeyError`, `TypeError` and `ValueError` for a line that describes none."""
-    names = PolicyVersion.__dataclass_fields__
-    return PolicyVersion(**{name: told[name] for name in names})
-
-
-def tensors_of(told: Mapping[str, Any]) -> WeightManifest:
-    """The manifest that a line of versions.jsonl spells out; errors as `version_of`."""
-    return WeightManifest(
-        tuple(
-            TensorEntry(name, tuple(shape), dtype, int(digest, 16))
-            for name, shape, dtype, digest in told["tensors"]
-        )
-    )
 
 
 def open_run(folder: Path) -> RunView:

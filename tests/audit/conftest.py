@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,32 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = launch("audited", settings(data, runs, **OVERRIDES), runs)
     assert done.code == 0, done.output + done.logs()
     return done.folder
+
+
+RESUMED = OVERRIDES | {"run.iterations": 4, "checkpoint.every": 2, "algorithm.kl.beta": 0.0}
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """One run, as a kill left it and as its resume finished it; the names of both are equal."""
+
+    killed: Path
+    resumed: Path
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """Four iterations, a checkpoint after two, killed in the update of the last one; resumed in
+    the same layout. Iterations 2 and 3 were rolled back."""
+    data = make_model(tmp_path_factory.mktemp("interrupted_data"))
+    runs = tmp_path_factory.mktemp("interrupted_runs")
+    kept = tmp_path_factory.mktemp("interrupted_kept") / "interrupted"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_FAULT_TESTING", "1")
+        patch.setenv("MEGARL_FAULT", "kill@update:rank=1:visit=4")
+        done = launch("interrupted", settings(data, runs, **RESUMED), runs)
+    assert done.code == 137, done.output
+    shutil.copytree(done.folder, kept)
+    done = launch("interrupted", settings(data, runs, **RESUMED), runs)
+    assert done.code == 0, done.output + done.logs()
+    return Interrupted(kept, done.folder)

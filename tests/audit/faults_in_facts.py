@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
+from types import MappingProxyType
 
 import numpy as np
 
@@ -86,8 +88,16 @@ def a_sample_taken_out_of_a_group_that_trained(forger: Forger) -> None:
     _without_a_sample(forger, Verdict.TRAINED)
 
 
-def _without_a_sample(forger: Forger, verdict: Verdict) -> None:
-    """The first one of a verdict, out of every part that has it."""
+@fault("groups", "missing")
+def a_sample_taken_out_that_was_not_lost(forger: Forger) -> None:
+    _without_a_sample(forger, Verdict.TRAINED, lost={})
+
+
+def _without_a_sample(
+    forger: Forger, verdict: Verdict, lost: Mapping[str, int] = MappingProxyType({"aborted": 1})
+) -> None:
+    """The first one of a verdict, out of every part that has it; sealed as `lost`."""
+    forger.drawn(1, lambda told: told.update(lost=dict(lost)))
     chosen, _ = forger.read_columns(1, "selection")
     row = int(np.flatnonzero(chosen["verdict"] == VERDICTS.index(verdict))[0])
     pair = chosen["draw_index"][row], chosen["candidate"][row]

@@ -108,6 +108,16 @@ def a_file_that_nobody_sealed(forger: Forger) -> None:
     shutil.copy(forger.folder(1) / "rollout_0.safetensors", forger.folder(1) / "rollout_7")
 
 
+@fault("manifest", "lists 0 drawn parts", maybe="joins")
+def a_manifest_without_how_samples_were_drawn(forger: Forger) -> None:
+    def leave_out(told: dict) -> None:
+        told["parts"] = [part for part in told["parts"] if part["kind"] != "drawn"]
+
+    (forger.folder(1) / "drawn.json").unlink()
+    forger.manifest(1, leave_out)
+    forger.all_hashes(1)
+
+
 @fault("strays", "iter_1: is no iteration's folder")
 def a_twin_of_an_iteration(forger: Forger) -> None:
     shutil.copytree(forger.folder(1), forger.run / "experience" / "iter_1")
@@ -128,7 +138,7 @@ def a_derived_list_that_is_empty(forger: Forger) -> None:
     forger.write(forger.folder(1) / "derived.json", "")
 
 
-@fault("parts", "derived.json: not format 1")
+@fault("parts", "derived.json: no format, not format 2")
 def a_derived_list_that_is_no_object(forger: Forger) -> None:
     forger.write(forger.folder(1) / "derived.json", "[]")
 

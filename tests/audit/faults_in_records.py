@@ -202,6 +202,16 @@ def an_edited_ledger_that_closes(forger: Forger) -> None:
     forger.lines("ledger.jsonl", edit)
 
 
+@fault("ledger", "rounds")
+def a_ledger_of_more_rounds(forger: Forger) -> None:
+    forger.lines("ledger.jsonl", lambda lines: lines[1].update(rounds=lines[1]["rounds"] + 1))
+
+
+@fault("ledger", "joined")
+def a_ledger_of_results_that_came_late(forger: Forger) -> None:
+    forger.lines("ledger.jsonl", lambda lines: lines[1]["joined"].update(late=1))
+
+
 @fault("ledger", "no line")
 def a_ledger_without_an_iteration(forger: Forger) -> None:
     forger.lines("ledger.jsonl", lambda lines: lines.pop(1) and None)

@@ -87,6 +87,9 @@ class Forger:
         edit(told)
         self.write(path, "".join(canonical_json(line) + "\n" for line in told))
 
+    def drawn(self, iteration: int, edit: Callable[[dict[str, Any]], None]) -> None:
+        self.json(self.folder(iteration) / "drawn.json", edit)
+
     def reseal(self, iteration: int) -> None:
         folder = self.folder(iteration)
 
@@ -111,7 +114,7 @@ class Forger:
 
     def _part(self, iteration: int, part: dict[str, Any]) -> dict[str, Any]:
         path, kind, index = self.folder(iteration) / part["file"], part["kind"], part["index"]
-        if kind == "prompts":
+        if kind in ("prompts", "drawn"):
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             return asdict(encode_lines(path.name, kind, index, lines).part)
         columns, metadata = self.read_columns(iteration, path.stem)

@@ -11,6 +11,7 @@ from megarl.contracts.states import (
     COLLECTING,
     EVIDENCE,
     FROM_SEALED,
+    RESUMED,
     TRANSITIONS,
     VOTED,
     IllegalTransition,
@@ -130,6 +131,20 @@ def test_a_run_that_collects_ends_an_iteration_sealed_with_the_version_it_had() 
         journal.enter(State.ACTOR_COMMITTED, 1, NEXT, **FULL)
 
 
+def test_a_run_that_was_resumed_may_find_its_experience_sealed_and_generates_all_the_same() -> None:
+    journal = Journal(None, RESUMED)
+    walk = (State.ACTOR_COMMITTED, State.EXPERIENCE_SEALED, State.UPDATING_FROM)
+    for state in walk:
+        journal.enter(state, 3, V, **FULL)
+    journal.enter(State.ACTOR_COMMITTED, 3, NEXT, **FULL)
+    for state in CYCLE[1:7]:
+        journal.enter(state, 4, NEXT, **FULL)
+    with pytest.raises(IllegalTransition, match="ACTOR_COMMITTED → EXPERIENCE_SEALED is not legal"):
+        whole = Journal(None)
+        for state in walk:
+            whole.enter(state, 3, V, **FULL)
+
+
 def test_a_run_that_trains_from_sealed_experience_never_generates() -> None:
     journal = Journal(None, FROM_SEALED)
     walk = (State.EXPERIENCE_SEALED, State.UPDATING_FROM)
@@ -138,5 +153,5 @@ def test_a_run_that_trains_from_sealed_experience_never_generates() -> None:
     journal.enter(State.ACTOR_COMMITTED, 0, NEXT, **FULL)
     with pytest.raises(IllegalTransition, match="ACTOR_COMMITTED → EXPORTING is not legal"):
         journal.enter(State.EXPORTING, 1, NEXT, **FULL)
-    for partial in (COLLECTING, FROM_SEALED):
+    for partial in (COLLECTING, FROM_SEALED, RESUMED):
         assert set(partial) == set(State) and not partial[State.FAILED]

@@ -153,6 +153,44 @@ def test_the_replacements_for_recompute_are_needed(ranks, tmp_path) -> None:
     assert told["_set_cuda_rng_state"] > 0, "calls that wait for a CUDA that never comes"
 
 
+def _queues(folder: Path) -> dict[str, int]:
+    """Processes that planning a save starts, with the replacement and with megatron's own."""
+    import multiprocessing
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megarl.checkpoint.torch_dist import Staging, begin_save, rank_object
+    from megarl.platforms import megatron_patches as patches
+
+    found = importlib.util.find_spec(filesystem_async.__name__)
+    megatrons = importlib.util.module_from_spec(found)
+    found.loader.exec_module(megatrons)
+    patches.install()
+    assert filesystem_async._get_write_results_queue is patches.results_queue
+    told: dict[str, int] = {}
+    for name, function in (
+        ("replaced", patches.results_queue),
+        ("megatron's", megatrons._get_write_results_queue),
+    ):
+        filesystem_async._get_write_results_queue = function
+        (folder / name).mkdir()
+        before = len(multiprocessing.active_children())
+        pending = begin_save({"value": rank_object("value", 1)}, folder / name, Staging())
+        told[name] = len(multiprocessing.active_children()) - before
+        pending.write()
+        pending.finish()
+    patches.install()
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
+    return told
+
+
+def test_the_replacement_for_a_save_is_needed(ranks, tmp_path) -> None:
+    """Planning a save asks for a queue, and megatron's own lives in a process that it spawns."""
+    assert ranks.run(1, _queues, tmp_path) == [{"replaced": 0, "megatron's": 1}]
+
+
 def _install_twice() -> bool:
     from megarl.platforms import megatron_patches as patches
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import experience, harness, loop, peer_trl, runs
+from tools.bench import checkpoint, experience, harness, loop, peer_trl, runs
 from tools.bench.harness import Bench, BenchError, Spread, interleaved, report
 from tools.bench.peer import trl_env
 from tools.bench.peer.lengths import facts, long_tailed
@@ -31,7 +31,7 @@ def test_the_help_lists_every_bench_with_a_line_and_loads_no_library() -> None:
     asked = [sys.executable, "-X", "importtime", "tools/bench.py", "--help"]
     told = subprocess.run(asked, cwd=harness.ROOT, capture_output=True, text=True, check=True)
     lines = [line.split(None, 1) for line in told.stdout.splitlines()]
-    for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH):
+    for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH, checkpoint.BENCH):
         assert [bench.name, bench.line] in lines
     loaded = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
     assert "argparse" in loaded and not {"torch", "sglang", "transformers"} & loaded
@@ -167,6 +167,34 @@ def test_the_experience_bench_seals_joins_and_tells_a_share(ranks, tmp_path) -> 
     assert "join_exponent" in result and "join_cpu_exponent" in result
     assert not list(tmp_path.glob("runs/*"))
     json.dumps(result)
+
+
+@pytest.mark.launch
+def test_the_checkpoint_bench_saves_loads_and_tells_ratios(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(checkpoint, "CACHE", tmp_path)
+    sizes = ["--layers", "1", "--hidden", "64", "--vocab", "256", "--repeats", "2"]
+    result = checkpoint.run(_options(checkpoint.BENCH, *sizes))
+    for key in ("save_over_raw", "load_over_raw", "load_over_raw_warm"):
+        assert 0 < result[f"{key}_min"] <= result[key] <= result[f"{key}_max"]
+    assert 0 < result["blocking_share"] < 1
+    assert result["first_save_mb_per_s"] > 0 and result["save_mb_per_s"] > 0
+    # Weights and two moments in fp32, and what a torch.save of each adds.
+    numbers = 2 * 256 * 64 + 64 + (64 * 64 * 2 + 2 * 64 * 32 + 64 + 2 * 32 + 3 * 192 * 64 + 2 * 64)
+    assert 12 * numbers < result["bytes"] < 2 * 12 * numbers
+    assert len(result["bytes_per_rank"]) == 2 and not (tmp_path / "runs/checkpoint").exists()
+    json.dumps(result)
+
+
+def test_a_checkpoint_ratio_is_taken_within_a_turn() -> None:
+    """A second turn at half the speed of everything changes no ratio."""
+    seconds = {"save": [2.0, 4.0], "raw_write": [1.5, 3.0], "load": [1.0, 2.0]}
+    seconds |= {"raw_read": [0.8, 1.6], "load_warm": [1.0, 1.0], "raw_read_warm": [0.5, 0.5]}
+    told = {"bytes": 3e8, "bytes_per_rank": [3e8], "seconds": seconds, "first_save": 3.0}
+    result = checkpoint.summary(told | {"behind": [(2.0, 0.5), (4.0, 1.0)]})
+    assert result["save_over_raw_min"] == result["save_over_raw_max"] == 0.75
+    assert result["load_over_raw"] == 0.8 and result["load_over_raw_warm"] == 0.5
+    assert result["blocking_share"] == 0.25 and result["first_save_mb_per_s"] == 100
+    assert result["save_mb_per_s_max"] == 150 and result["raw_read_mb_per_s_min"] == 187.5
 
 
 def test_an_exponent_of_one_is_linear() -> None:

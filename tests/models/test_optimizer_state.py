@@ -1,0 +1,184 @@
+"""The optimizer's state as whole parameters: what the distributed optimizer cut is put together.
+
+The oracle is the same run without the distributed optimizer, read straight from torch's optimizer.
+Not covered: Transformer Engine's FusedAdam (GPU), parameters of several dtypes in one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.layouts import Layout, logical, plain_state, same_bits, train
+from tests.models.support import gather_logical, write_hf_model
+
+pytestmark = pytest.mark.dist
+DP2 = Layout(2)
+
+
+def _whole_states(source: Path, layout: Layout) -> dict[str, Any]:
+    """After 2 steps: the gathered state, by key under HF names, and who owned what."""
+    from megarl.models.build import destroy_mesh
+    from megarl.models.optimizer_state import OptimizerState
+
+    actor = layout.actor(source)
+    train(actor, 2)
+    state = OptimizerState(actor.trainer)
+    owned = state.gather()
+    params = actor.named_parameters()
+    told: dict[str, Any] = {"step": state.step, "owned": sorted(owned), "owners": state.owners}
+    told["sizes"] = {name: param.numel() for name, param in params.items()}
+    told["cut"] = sum(not part.is_whole for part in state.parts)
+    for key in state.keys:
+        mine = {name: tensors[key].view(params[name].shape) for name, tensors in owned.items()}
+        # Each parameter comes from its owner; the others of its data-parallel group get it too.
+        mesh, rank = actor.world.mesh, actor.world.rank
+        shared: dict[str, torch.Tensor] = {}
+        for other, theirs in enumerate(actor.world.gather(mine)):
+            same_place = (mesh.tp_index(other), mesh.pp_index(other)) == (
+                mesh.tp_index(rank),
+                mesh.pp_index(rank),
+            )
+            if same_place:
+                assert not shared.keys() & theirs.keys(), "two owners"
+                shared |= theirs
+        told[key] = gather_logical(actor, shared)
+        if not layout.sharded and layout.dtype == "float32":
+            assert same_bits(told[key], plain_state(actor, key))
+    destroy_mesh()
+    return told
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    # With a hidden size of 64 every cut of the distributed optimizer falls between parameters.
+    write_hf_model(folder, "qwen2", hidden_size=80)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gathered_state_is_that_of_a_run_that_never_cut_it(ranks, source, dtype: str) -> None:
+    # The gradient norm is summed in another order where gradients are cut: no clipping by it.
+    layout = replace(DP2, dtype=dtype, section={"clip_grad": 0.0})
+    first, second = ranks.run(2, _whole_states, source, layout)
+    plain, _ = ranks.run(2, _whole_states, source, replace(layout, sharded=False))
+    assert first["step"] == plain["step"] == 2
+    assert first["cut"] + second["cut"] > 0 and plain["cut"] == 0
+    keys = {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if dtype == "bfloat16" else set())
+    for key in keys:
+        # Sums of two ranks are the same bits in either order.
+        assert same_bits(first[key], plain[key]), key
+    assert ("fp32_param" in first) == (dtype == "bfloat16")
+
+
+def test_every_parameter_has_one_owner_and_owners_share_the_load(ranks, source) -> None:
+    for sharded in (True, False):
+        told = ranks.run(2, _whole_states, source, replace(DP2, sharded=sharded))
+        assert told[0]["owners"] == told[1]["owners"]
+        sizes = told[0]["sizes"]
+        assert sorted(told[0]["owned"] + told[1]["owned"]) == sorted(sizes)
+        for rank in range(2):
+            assert told[rank]["owned"] == sorted(
+                name for name, owner in told[rank]["owners"].items() if owner == rank
+            )
+            load = sum(sizes[name] for name in told[rank]["owned"])
+            # No more than the largest parameter beyond its half.
+            assert load <= sum(sizes.values()) / 2 + max(sizes.values())
+
+
+def _scattered(source: Path, layout: Layout) -> list[str]:
+    """Faults of this rank's parts after state that tells its own place was scattered."""
+    from megarl.models.build import destroy_mesh
+    from megarl.models.optimizer_state import OptimizerState
+
+    actor = layout.actor(source)
+    state = OptimizerState(actor.trainer)
+    numbers = {key: 1e6 * (1 + n) for n, key in enumerate(state.keys)}
+    names = sorted(actor.named_parameters())
+
+    def place(key: str, name: str, start: int, end: int) -> torch.Tensor:
+        base = numbers[key] + 1e5 * names.index(name) / len(names)
+        return torch.arange(start, end, dtype=torch.float64).add_(base).float()
+
+    whole = state.whole(fill=0.0)
+    for name, tensors in whole.items():
+        for key, tensor in tensors.items():
+            tensor.copy_(place(key, name, 0, tensor.numel()))
+    state.scatter(whole)
+    faults = [
+        f"{part.name} {key}"
+        for part in state.parts
+        for key, tensor in part.tensors.items()
+        if not torch.equal(tensor, place(key, part.name, part.start, part.end))
+    ]
+    back = state.gather()
+    faults += [
+        f"{name} {key} gathered"
+        for name, tensors in back.items()
+        for key, tensor in tensors.items()
+        if not torch.equal(tensor, place(key, name, 0, tensor.numel()))
+    ]
+    destroy_mesh()
+    return faults
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        DP2,
+        replace(DP2, sharded=False),
+        replace(DP2, dtype="bfloat16"),
+        replace(DP2, dtype="bfloat16", sharded=False),
+        Layout(4, pp=2),
+        pytest.param(Layout(4), marks=pytest.mark.long),
+        pytest.param(Layout(4, tp=2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_scattered_state_reaches_every_rank_that_holds_it(ranks, source, layout: Layout) -> None:
+    """Also every copy: without the distributed optimizer each rank steps its own."""
+    for faults in ranks.run(layout.world, _scattered, source, layout):
+        assert faults == []
+
+
+def _steps(source: Path) -> list[Any]:
+    from megarl.models.build import destroy_mesh
+    from megarl.models.optimizer_state import OptimizerState
+
+    told: list[Any] = []
+    for asked_first in (False, True):
+        actor = DP2.actor(source)
+        if asked_first:
+            state = OptimizerState(actor.trainer)
+            told.append(state.step)
+            told.append(any(bool(t.any()) for p in state.parts for t in p.tensors.values()))
+        train(actor, 1)
+        told.append(logical(actor, "exp_avg"))
+        told.append(gather_logical(actor, actor.named_parameters()))
+    told.append(state.step)
+    state.step = 41
+    train(actor, 1)
+    told.append(OptimizerState(actor.trainer).step)
+    optimizer = actor.trainer.optimizer.chained_optimizers[0].optimizer
+    next(iter(optimizer.state.values()))["step"].fill_(7)
+    try:
+        told.append(state.step)
+    except RuntimeError as error:
+        told.append(str(error))
+    destroy_mesh()
+    return told
+
+
+def test_state_made_before_the_first_step_changes_no_bit_of_it(ranks, source) -> None:
+    moments, weights, before, made, again, same, after, set_to, torn = ranks.run(2, _steps, source)[
+        0
+    ]
+    assert before == 0 and not made
+    assert same_bits(moments, again) and same_bits(weights, same)
+    assert after == 1 and set_to == 42
+    assert "[7, 42]" in torn
