@@ -96,40 +96,31 @@ def assembled(
         desk.announce("build_actor")
         stack.callback(destroy_mesh)
         actor, reference = _megatron_roles(recipe, world, spec, learns)
-        checkpointer = None
+        checkpointer = exports = None
         if learns:
-            checkpointer = Checkpointer(
-                world, recipe.run_folder, recipe.run.name, recipe.checkpoint, actor, reference
-            )
-            checkpointer.note = console.note
+            checkpointer = _checkpointer(recipe, world, actor, reference, console)
             stack.callback(checkpointer.close)
-            checkpointer.check_disk()
+            exports = Exports(recipe.run_folder, recipe, spec, world)
             if start is not None:
                 start.restore_roles(checkpointer, world)
+                start.restore_exports(exports, console.note)
             checkpointer.offload = offload_of(recipe, world, actor)
         desk.announce("start_generator")
         generator = _generator(recipe, world)
         stack.callback(generator.close)
-        resharder = _resharder(recipe, world, spec, actor, generator)
         hybrid = HybridEngine(
             world,
             desk.journal,
             generator,
-            resharder,
+            _resharder(recipe, world, spec, actor, generator),
             desk.stopwatch,
             None if checkpointer is None else checkpointer.offload,
             desk.records.versions,
         )
-        quarantine = Quarantine(
-            recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
-        )
+        folder = recipe.run_folder if world.is_main else None
+        quarantine = Quarantine(recipe.reward.quarantine_after, folder)
         if start is not None:
             start.restore_data(cursor, quarantine, console.note)
-        exports = None
-        if checkpointer is not None:
-            exports = Exports(recipe.run_folder, recipe, spec, world)
-            if start is not None:
-                start.restore_exports(exports, console.note)
         run = Run(
             **vars(desk),
             spec=spec,
@@ -154,6 +145,17 @@ def assembled(
         gc.freeze()
         desk.console.start(recipe.run.iterations)
         yield run
+
+
+def _checkpointer(
+    recipe: Recipe, world: World, actor: Actor, reference: Reference | None, console: Console
+) -> Checkpointer:
+    """Collective; raises `CheckpointError` on every rank where the disk has no room."""
+    folder, name = recipe.run_folder, recipe.run.name
+    checkpointer = Checkpointer(world, folder, name, recipe.checkpoint, actor, reference)
+    checkpointer.note = console.note
+    checkpointer.check_disk()
+    return checkpointer
 
 
 def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:

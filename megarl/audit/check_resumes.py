@@ -105,10 +105,10 @@ def _carried(run: RunView) -> Iterator[Found]:
             if start is not None and start.own and start.checkpoint and before is not None:
                 yield from _same_weights(before, line)
         first = firsts.get(number, line)
-        done_before = start is None or start.checkpoint is None
         attempt = 0 if start is None else start.attempt
-        if not done_before and line["optimizer_step"] <= first["optimizer_step"]:
-            attempt = first["update_attempt"]  # the checkpoint's own version
+        if start is not None and line["optimizer_step"] <= first["optimizer_step"]:
+            # The checkpoint's own version, or the model folder's: no update of this start.
+            attempt = first["update_attempt"] if start.checkpoint else 0
         if line["update_attempt"] != attempt:
             what = f"attempt {line['update_attempt']}, its start had {attempt}"
             yield Found(line.where, what, field="update_attempt")

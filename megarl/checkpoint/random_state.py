@@ -13,23 +13,24 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megarl.platforms import platform_of
 
-def random_state() -> dict[str, Any]:
-    """This rank's generators as they are."""
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """This rank's generators as they are; `device` is the rank's."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "device": platform_of(device.type).rng_state(device),
         "megatron": get_cuda_rng_tracker().get_states(),
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """As `random_state` found them, on a rank of the same number in a world of the same size."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    platform_of(device.type).restore_rng(device, state["device"])
     get_cuda_rng_tracker().set_states(state["megatron"])

@@ -68,7 +68,7 @@ def restore_roles(
         here = manifest_of_role(reference, position.reference.manifest.tensors[0].dtype, world)
         _refuse(folder / REFERENCE, "weights", position.reference.manifest.differences(here))
     if same_world:
-        restore_random_state(plain[RANDOM])
+        restore_random_state(plain[RANDOM], world.device)
 
 
 def _refuse(folder: Path, what: str, found: Sequence[str]) -> None:

@@ -132,7 +132,7 @@ class Checkpointer:
         staging = self._staging if self.section.background or out else None
         shards = model_tensors(self.actor.model, self.state.owners)
         shards |= state_tensors(self.actor.model, self.state.gather())
-        shards[RANDOM] = rank_object(RANDOM, random_state())
+        shards[RANDOM] = rank_object(RANDOM, random_state(self.world.device))
         try:
             parts = [begin_save(shards, folder / ACTOR, staging)]
             if self.reference is not None:

@@ -103,7 +103,8 @@ def take_up(
         CheckpointError,
         lambda: lines.extend(begin(recipe, resume, recipe.run_folder, layout_of(world))),
     )
-    position = resume.position()
+    # Rank 0 has read it just now; another rank's view of a shared folder may be older.
+    position = world.gather(resume.position() if world.is_main else None)[0]
     where = "the start" if position is None else resume.checkpoint
     console.note(
         f"going on at iteration {resume.iteration} from {where} (resume {resume.number}, "

@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.checkpoint.folder_check import TensorsError, agree, first_line, refusal, unreadable
 from megarl.checkpoint.tensor_files import write_bucket
 from megarl.models.optimizer_state import OptimizerState
+from megarl.platforms import platform_of
 from megarl.platforms.megatron_patches import cpu_mode
 
 FORMAT = "torch_dist"
@@ -204,11 +205,13 @@ def begin_save(shards: Shards, folder: Path, staging: Staging | None) -> Pending
     agree(folder, None if folder.is_dir() else "no such folder")
     state: dict[str, Any] = dict(shards)
     kept: list[Tensor] = []
+    devices: set[torch.device] = set()
     with _quiet(), cpu_mode():
         apply_factories(state)
         for tensor in nested_values(state):
             if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
                 data = tensor.data.detach()
+                devices.add(data.device)
                 if staging is not None:
                     name = f"{folder.name}/{tensor.key}{tensor.global_offset}"
                     tensor.data = staging.copy(name, data)
@@ -217,8 +220,8 @@ def begin_save(shards: Shards, folder: Path, staging: Staging | None) -> Pending
                     tensor.data = _live(data)
                 else:
                     tensor.data = data.cpu().contiguous()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        for device in devices:  # copies to pinned memory are on their way
+            platform_of(device.type).synchronize(device)
         state, _ = save_preprocess(state)
         writer, index = _Planned(FORMAT, 1, thread_count=1).async_save(state, folder)
     return PendingSave(folder, writer, index, kept)

@@ -141,6 +141,7 @@ def test_f54_a_run_that_is_asked_stops_at_a_boundary_with_one_whole_checkpoint(
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_f54_sigterm_during_a_save_leaves_the_checkpoint_before_it_in_charge(
     data: Path, tmp_path: Path
 ) -> None:

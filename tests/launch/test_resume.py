@@ -229,6 +229,7 @@ def test_another_run_goes_on_from_a_checkpoint(data: Path, whole: Path, tmp_path
     assert (told["iteration"], told["own"], told["attempt"]) == (2, False, 0)
 
 
+@pytest.mark.long
 def test_a_rollback_is_done_once(data: Path, whole: Path, tmp_path: Path, story: Story) -> None:
     """Killed after it and started again by the same command, it goes on; it comes out the same."""
     run = copied(whole, tmp_path)
