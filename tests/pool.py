@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that many distributed tests share, since a rank's imports take seconds.
+"""A pool of gloo ranks that many distributed tests share; their imports are done (`tests/warm.py`).
 
 `RankPool.run(world, function, *args)` calls `function(*args)` on `world` processes, each with a
 fresh default process group, and returns the results by rank. A rank that raises fails the test
@@ -8,7 +8,6 @@ with that rank's traceback; its peers are killed, for they may wait in a collect
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -17,6 +16,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests.warm import forking
 
 MOST_DESCRIPTORS = 400
 """A worker with more open files is replaced: SGLang leaks a thread and some files per engine."""
@@ -58,7 +59,7 @@ class RankPool:
     """Worker processes, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forking()
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-pool-")
         self._runs = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from datetime import timedelta
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from megarl.experience.manifest import sealed_iterations
 from tests.experience.make_facts import derive_facts, make_facts, seal_facts, world_of
+from tests.warm import forking
 
 RANKS = 2
 
@@ -41,8 +41,7 @@ class Writers:
     """Starts such ranks from a server that has imported everything already."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "tests.experience.writers"])
+        self._context = forking()
         self._starts = 0
 
     def kill_after(self, folder: Path, seconds: float) -> None:

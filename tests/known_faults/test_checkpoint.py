@@ -8,7 +8,6 @@ Not covered: power loss.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -31,6 +30,7 @@ from megarl.data.prompts import PromptError, PromptSet
 from megarl.recipe.sections import DataSection
 from tests.contracts.tokenizer_folders import character_folder
 from tests.models.support import write_hf_model
+from tests.warm import forking
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -70,7 +70,7 @@ def _draw_and_save(folder: Path, run: Path, drawn: Any) -> None:
 def test_a_killed_run_goes_on_with_the_prompts_that_come_next(tmp_path) -> None:
     """10 prompts, 2 a step, saved after step 2, killed in step 3: 0 … 9 once each, in the order of
     an uninterrupted run, and the second epoch too; what step 3 drew is drawn again."""
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     mine, theirs = context.Pipe(duplex=False)
     run = tmp_path / "run"
     process = context.Process(target=_draw_and_save, args=(tmp_path / "a", run, theirs))
@@ -165,7 +165,7 @@ def test_a_checkpoint_counts_when_every_rank_has_written(tmp_path) -> None:
     """Rank 1 is killed while it writes, rank 0 has written: the one before is what a resume finds,
     the half-written folder is reported, then removed. (A slow rank: `test_saver.py`.)"""
     write_hf_model(tmp_path / "model")
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     run, crew = tmp_path / "run", []
     for rank in range(2):
         mine, theirs = context.Pipe(duplex=False)

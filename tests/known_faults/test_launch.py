@@ -20,7 +20,7 @@ import pytest
 
 from megarl.checkpoint.commit import whole_checkpoints
 from megarl.launcher import PortError, rendezvous
-from tests.launch.runs import launch, make_model, read_lines, settings
+from tests.launch.runs import make_model, read_lines, run_warm, settings
 from tests.launch.stops import LAUNCH, end_of, failed_reason
 
 
@@ -102,8 +102,8 @@ def _send(*numbers: signal.Signals) -> Callable[[subprocess.Popen], None]:
 
 
 def _goes_on(data: Path, runs: Path, position: int) -> None:
-    """The same command ends well, from `position`, and each iteration is there once."""
-    done = launch("run", settings(data, runs, **STOPPING), runs)
+    """The same recipe ends well, from `position`, and each iteration is there once."""
+    done = run_warm("run", settings(data, runs, **STOPPING), runs)
     assert done.code == 0, done.output + done.logs()
     assert [row["iteration"] for row in done.rows] == list(range(LAST))
     (resume,) = sorted(done.folder.glob("resumes/*/resume.json"))

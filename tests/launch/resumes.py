@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ import numpy as np
 from blake3 import blake3
 
 from megarl.experience.load import load_iteration
-from tests.launch.runs import ROOT, read_lines, settings
+from megarl.faults import PERMISSION, VARIABLE
+from tests.launch.runs import ROOT, read_lines, run_warm, settings
 from tests.launch.stops import LAUNCH, Ended, end_of
 
 ITERATIONS = 5
@@ -48,12 +50,20 @@ class Runs:
     values: Mapping[str, object] = field(default_factory=dict)
     modules: Path = ROOT
     """Where scorers of the test's own can be imported from, besides the checkout."""
+    warm: bool = False
+    """By ranks of `tests/warm.py`, without the launch script."""
 
     def launch(self, name: str, fault: str = "", **values: object) -> Ended:
-        """The whole launch script, with `fault` planned; ends by itself."""
-        chosen = {"run.name": name} | BASE | dict(self.values) | values
-        command = [*LAUNCH, *settings(self.data, self.folder, **chosen)]
-        return end_of(command, fault=fault, timeout=600, PYTHONPATH=f"{ROOT}:{self.modules}")
+        """The whole launch script, or `warm` ranks, with `fault` planned; ends by itself."""
+        chosen = settings(self.data, self.folder, **(BASE | dict(self.values) | values))
+        modules = f"{ROOT}:{self.modules}"
+        if not self.warm:
+            command = [*LAUNCH, f"run.name={name}", *chosen]
+            return end_of(command, fault=fault, timeout=600, PYTHONPATH=modules)
+        planned = {VARIABLE: fault, PERMISSION: "1"} if fault else {}
+        began = time.time()
+        done = run_warm(name, chosen, self.folder, 600, PYTHONPATH=modules, **planned)
+        return Ended(done.output, done.code, time.time() - began)
 
     def finish(self, name: str, **values: object) -> Path:
         """A launch that runs to its end."""

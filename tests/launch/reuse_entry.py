@@ -1,15 +1,14 @@
-"""A launch whose first iteration goes on from what lies sealed in the run's folder, as after a
-resume at iteration 0. Which checkpoint a resume takes, and what it sets aside, is not its subject.
-
-    python -m megarl.launcher RANKS tests.launch.reuse_entry RECIPE [key=value …]
+"""A rank whose first iteration goes on from what lies sealed in the run's folder, as after a resume
+at iteration 0. Which checkpoint a resume takes, and what it sets aside, is not its subject.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-if __name__ == "__main__":
+
+def main_from_sealed() -> int:
+    """Instead of `megarl.process.main`, in a process of its own: nothing is put back."""
     from megarl import process
 
     work_of = process._work
@@ -29,4 +28,4 @@ if __name__ == "__main__":
         return work_of(*arguments)
 
     process._work = work_from_sealed
-    sys.exit(process.main())
+    return process.main()

@@ -6,9 +6,12 @@ import json
 import os
 import random
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.warm import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,6 +104,20 @@ def launch(name: str, arguments: list[str], runs: Path, timeout: float = 150) ->
     """`bash launch/grpo.sh recipes/quickstart.yaml run.name=… …`; the output is both streams."""
     arguments = ["recipes/quickstart.yaml", f"run.name={name}", *arguments]
     return start(arguments, runs / name, timeout)
+
+
+def run_warm(
+    name: str,
+    arguments: list[str],
+    runs: Path,
+    timeout: float = 150,
+    entry: Callable[[], int] | None = None,
+    **variables: str,
+) -> Finished:
+    """The run that `launch` would start, by ranks whose imports are done (`tests/warm.py`)."""
+    arguments = ["recipes/quickstart.yaml", f"run.name={name}", *arguments]
+    given = environment() | variables
+    return Finished(runs / name, *run_ranks(arguments, given, timeout, entry))
 
 
 def start(arguments: list[str], folder: Path, timeout: float = 150) -> Finished:

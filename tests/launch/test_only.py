@@ -14,7 +14,7 @@ import pytest
 
 from megarl.contracts.tokens import Tokens
 from megarl.experience.load import load_iteration
-from tests.launch.runs import Finished, launch, make_model, read_lines, settings
+from tests.launch.runs import Finished, launch, make_model, read_lines, run_warm, settings
 
 pytestmark = pytest.mark.launch
 
@@ -32,7 +32,7 @@ def collected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two iterations by one rank, scored by a rule that no random answer meets."""
     runs = tmp_path_factory.mktemp("runs")
     overrides = ONE_RANK | {"run.iterations": 2, "reward.scorers": "[{name: exact_match}]"}
-    done = launch("collected", [*settings(data, runs, **overrides), "--only", "rollout"], runs)
+    done = run_warm("collected", [*settings(data, runs, **overrides), "--only", "rollout"], runs)
     assert done.code == 0, done.output + done.logs()
     return done
 
@@ -107,7 +107,7 @@ def test_training_on_sealed_samples_uses_each_once(data: Path, scored: Finished)
         "rollout.prompts_per_iteration": 4,  # what the iteration drew then is what trains
     }
     arguments = [each for each in settings(data, runs, **overrides) if "run.iter" not in each]
-    done = launch("trained", [*arguments, "--only", "train", "--from", "scored"], runs)
+    done = run_warm("trained", [*arguments, "--only", "train", "--from", "scored"], runs)
     assert done.code == 0, done.output + done.logs()
     states = [line["state"] for line in read_lines(done.folder / "journal.jsonl")]
     update = ["EXPERIENCE_SEALED", "UPDATING_FROM", "ACTOR_COMMITTED"]
@@ -133,7 +133,7 @@ def test_other_sampling_is_refused(data: Path, scored: Finished) -> None:
     runs = scored.folder.parent
     overrides = ONE_RANK | {"rollout.temperature": 0.5}
     arguments = [each for each in settings(data, runs, **overrides) if "run.iter" not in each]
-    done = launch("refused", [*arguments, "--only", "train", "--from", "scored@1"], runs)
+    done = run_warm("refused", [*arguments, "--only", "train", "--from", "scored@1"], runs)
     assert done.code == 1
     assert (
         "sealed with rollout.temperature 1.0, the recipe has 0.5; set rollout.temperature=1.0"

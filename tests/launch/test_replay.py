@@ -2,7 +2,7 @@
 
 The oracles are what the run itself recorded while it trained (`updates.jsonl`, `versions.jsonl`),
 and for whole gradients the same update on one rank, whose own oracle is torch (`test_layouts.py`).
-Not covered: GPUs, bfloat16, a run that was resumed.
+Not covered: GPUs, bfloat16; a resumed run's refusals (`tests/test_modes.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from megarl.observe.runfolder import read_run
 from megarl.observe.summary import summary
 from tests.launch.replays import gradients
-from tests.launch.runs import Finished, launch, make_model, read_lines, settings, start
+from tests.launch.resumes import Runs, resumes
+from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings, start
 from tests.models.support import relative
 
 pytestmark = pytest.mark.launch
@@ -37,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "actor.lr": 1e-3,
         "actor.tokens_per_micro_batch": 150,
     }
-    done = launch("then", settings(data, runs, **overrides), runs)
+    done = run_warm("then", settings(data, runs, **overrides), runs)
     assert done.code == 0, done.output + done.logs()
     return done
 
@@ -45,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def replay(run: Finished, number: int, *arguments: str) -> Finished:
     """`bash launch/grpo.sh RUN/recipe.yaml --replay RUN@N …`."""
     command = [str(run.folder / "recipe.yaml"), "--replay", f"{run.folder}@{number}", *arguments]
-    return start(command, run.folder.parent / f"then.replay-{number}")
+    return start(command, run.folder.with_name(f"{run.folder.name}.replay-{number}"))
 
 
 def test_in_its_own_layout_every_bit_comes_again(run: Finished) -> None:
@@ -105,6 +106,29 @@ def test_in_another_layout_it_is_within_tolerance(run: Finished, layout: tuple[s
         for step in gap["steps"]:
             assert step["grad_norm"][1] == pytest.approx(step["grad_norm"][0], rel=1e-4)
             assert step["loss"][1] == pytest.approx(step["loss"][0], abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("use", ["regenerate", "reuse_sealed"])
+def test_a_resumed_run_comes_again_before_and_after_the_seam(tmp_path: Path, use: str) -> None:
+    """Killed in its fourth update, it goes on at position 2, from other attempts' version ids."""
+    data = make_model(tmp_path / "data")
+    values = {"reward.scorers": SCORERS, "data.eval": "null", "actor.lr": 1e-3, "resume.use": use}
+    runs = Runs(data, tmp_path / "runs", values | {"run.iterations": 4})
+    runs.kill("cut", "kill@update:visit=4")
+    folder = runs.finish("cut")
+    (told,) = resumes(folder)
+    assert told["iteration"] == 2 and told["attempt"] == 1
+    assert told["reused"] == (2 if use == "reuse_sealed" else None)
+    for number in (1, 3):
+        again = replay(Finished(folder, 0, ""), number)
+        assert again.code == 0, again.output + again.logs()
+        assert "weights after every iteration: bit for bit those recorded" in again.output
+        gaps = json.loads((again.folder / "replay.json").read_text())["iterations"]
+        assert [gap["iteration"] for gap in gaps] == list(range(number + 1))
+        assert all(gap["same_choice"] and gap["same_weights"] for gap in gaps)
+        assert all(step["loss"][0] == step["loss"][1] for gap in gaps for step in gap["steps"])
 
 
 @pytest.mark.dist

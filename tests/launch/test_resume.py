@@ -2,7 +2,9 @@
 
     python -m pytest tests/launch/test_resume.py -s -m "long or not long"       prints the table
 
-One tiny model on two CPU ranks, with quarantine and rounds that leave state behind. Not covered:
+One tiny model on two CPU ranks, with quarantine and rounds that leave state behind. The whole run,
+the first kill and the full matrix are launched; the rest of the CI suite goes on by ranks of
+`tests/warm.py`. Not covered:
 GPUs, several machines, a disk that fails; a kill between any two writes of one save or one
 cut-back (`tests/checkpoint`); a stop that was asked for (`test_stops.py`).
 """
@@ -97,8 +99,8 @@ def story() -> Iterator[Story]:
     told.show()
 
 
-def _runs(data: Path, folder: Path) -> Runs:
-    return Runs(data, folder, BUSY)
+def _runs(data: Path, folder: Path, warm: bool = False) -> Runs:
+    return Runs(data, folder, BUSY, warm=warm)
 
 
 def _fault(template: str, whole: Path) -> str:
@@ -117,9 +119,10 @@ def test_the_uninterrupted_run_leaves_state_behind(whole: Path) -> None:
 def test_a_chain_of_kills_ends_as_if_nothing_had_happened(
     data: Path, whole: Path, tmp_path: Path, story: Story
 ) -> None:
-    runs = _runs(data, tmp_path)
-    for use, template in CHAIN:
-        run = runs.kill("run", _fault(template, whole), **{"resume.use": use})
+    launched, runs = _runs(data, tmp_path), _runs(data, tmp_path, warm=True)
+    for number, (use, template) in enumerate(CHAIN):
+        chosen = runs if number else launched
+        run = chosen.kill("run", _fault(template, whole), **{"resume.use": use})
         check_prefix(run, whole)
     run = runs.finish("run", **{"resume.use": "reuse_sealed"})
     differ = differences(run, whole)
@@ -195,7 +198,7 @@ def test_a_run_killed_before_its_last_write_only_has_that_to_do(
     for name in ("finished.json", "report.html"):
         (run / name).unlink()
     shutil.rmtree(run / "hf")
-    _runs(data, tmp_path).finish("run")
+    _runs(data, tmp_path, warm=True).finish("run")
     assert differences(run, whole) == []
     assert (run / "finished.json").exists() and (run / "report.html").exists()
     assert resumes(run)[0]["iteration"] == ITERATIONS and resumes(run)[0]["attempt"] == 0
@@ -261,7 +264,7 @@ def test_another_layout_goes_on_close_by(
     """It loads only what digests to what was saved; from there on sums are in another order."""
     run = copied(whole, tmp_path)
     back = {"resume.from": run / "checkpoints/iter_000004"}
-    _runs(data, tmp_path).finish("run", **layout, **back)
+    _runs(data, tmp_path, warm=True).finish("run", **layout, **back)
     mine, theirs = rows(run), rows(whole)
     assert mine[:4] == theirs[:4] and len(mine) == ITERATIONS
     for key in ("policy/entropy", "update/grad_norm"):

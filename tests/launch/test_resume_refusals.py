@@ -1,8 +1,9 @@
 """What a resume refuses, by name and with old and new value, and what `resume.allow` lets through.
 
-Most cases ask the decision itself, in this process, with what the run's assembly compares; three go
-all the way through the launch script. Whatever is refused leaves the run's folder as it was, but
-for its logs. Not covered: a folder that cannot be written to; other ranks' disagreement.
+Most cases ask the decision itself, in this process, with what the run's assembly compares; two go
+all the way through the launch script, one through a run. Whatever is refused leaves the run's
+folder as it was, but for its logs. Not covered: a folder that cannot be written to; other ranks'
+disagreement.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, model, an own scorer, and beside them `run`: a run of two iterations."""
     folder = make_model(tmp_path_factory.mktemp("made"))
     (folder / "own_scorer.py").write_text(SCORER)
-    Runs(folder, folder, VALUES, folder).finish("run")
+    Runs(folder, folder, VALUES, folder, warm=True).finish("run")
     return folder
 
 
@@ -171,6 +172,27 @@ def test_other_contents_that_are_allowed_are_let_through(name: str, place: Place
     place.ask(**{"resume.allow": f"[{name}]"})
 
 
+@pytest.mark.parametrize("allow", ["[]", "[model,tokenizer]"])
+def test_a_model_of_another_vocabulary_is_refused_whatever_is_allowed(
+    place: Place, allow: str
+) -> None:
+    """Its tensors have other shapes: permission would only lead to a worse line later."""
+    vocab = json.loads((place.folder / "model/config.json").read_text())["vocab_size"]
+    _edit_json("model/config.json", vocab_size=vocab + 8)(place)
+    says = rf"model was vocab_size {vocab}, is vocab_size {vocab + 8} \(.*model\)"
+    told = place.refused(ResumeRefused, says, **{"resume.allow": allow})
+    assert "set model.path to a model of the checkpoint's shape, or run.name=…" in told
+    assert "resume.allow" not in told
+
+
+def test_numbers_of_the_model_that_change_no_shape_are_told_and_may_be_allowed(
+    place: Place,
+) -> None:
+    _edit_json("model/config.json", rms_norm_eps=1e-6)(place)
+    place.refused(ResumeRefused, "model was rms_norm_eps 1e-05, is rms_norm_eps 1e-06; change it")
+    place.ask(**{"resume.allow": "[model]"})
+
+
 KEYS = {
     "actor.lr": (1e-3, "0.0002", "0.001"),
     "algorithm.clip_high": (0.3, "0.28", "0.3"),
@@ -273,14 +295,20 @@ def test_a_damaged_checkpoint_is_left_out_and_stays(place: Place) -> None:
     place.refused(NoCheckpoint, r"resume\.from: .*iter_000002", **{"resume.from": damaged})
 
 
-def _launch(made: Path, tmp_path: Path, change: Callable[[Place], None], **values: object):
-    """The launch script on a copy: what it says, its code, and whether the run is as it was."""
+def _launch(
+    made: Path,
+    tmp_path: Path,
+    change: Callable[[Place], None],
+    warm: bool = False,
+    **values: object,
+):
+    """A launch on a copy: what it says, its code, and whether the run is as it was."""
     folder = shutil.copytree(made, tmp_path / "place")
     with pytest.MonkeyPatch.context() as patch:
         place = Place(folder, patch)
         change(place)
     before = tree(place.run)
-    ended = Runs(folder, folder, VALUES | LONGER, folder).launch("run", **values)
+    ended = Runs(folder, folder, VALUES | LONGER, folder, warm).launch("run", **values)
     return ended, tree(place.run) == before
 
 
@@ -300,7 +328,7 @@ def test_the_launch_script_refuses_other_contents(made: Path, tmp_path: Path) ->
     assert "eval_data was " in ended.lines[0] and "scorer was " in ended.lines[0]
 
 
-def test_the_launch_script_refuses_damaged_tensors(made: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_damaged_tensors(made: Path, tmp_path: Path) -> None:
     """Of the right size, so only their digests tell. Found after the folder was cut back."""
 
     def change(place: Place) -> None:
@@ -312,7 +340,7 @@ def test_the_launch_script_refuses_damaged_tensors(made: Path, tmp_path: Path) -
         body[len(body) // 2] ^= 0x10
         path.write_bytes(body)
 
-    ended, _ = _launch(made, tmp_path, change)
+    ended, _ = _launch(made, tmp_path, change, warm=True)
     assert ended.code in (1, 2) and len(ended.lines) == 1, ended.output
     assert re.search(
         r"iter_000002/actor: .*(weights|exp_avg|exp_avg_sq|master)\S*/", ended.lines[0]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ import pytest
 
 from megarl.experience.load import load_iteration
 from megarl.faults import PERMISSION, VARIABLE
-from tests.launch.runs import ROOT, Finished, environment, launch, make_model, read_lines, settings
+from tests.launch.reuse_entry import main_from_sealed
+from tests.launch.runs import Finished, launch, make_model, read_lines, run_warm, settings
 
 pytestmark = pytest.mark.launch
 
@@ -66,19 +65,7 @@ def go_on(whole: Finished, data: Path, runs: Path, ranks: int = 2, **more: Any) 
         facts, target, ignore=lambda _, names: [n for n in names if n.startswith(DERIVED)]
     )
     values = settings(data, runs, **(SAME | {"world.ranks": ranks} | more))
-    arguments = ["recipes/quickstart.yaml", "run.name=run", *values]
-    command = ["-m", "megarl.launcher", str(ranks), "tests.launch.reuse_entry", *arguments]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=200,
-        check=False,
-    )
-    return Finished(folder, done.returncode, done.stdout)
+    return run_warm("run", values, runs, entry=main_from_sealed)
 
 
 def _without_times(rows: list[dict]) -> list[dict]:

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.experience.load import load_iteration
 from megarl.faults import PERMISSION, VARIABLE
-from tests.launch.runs import Finished, launch, make_model, read_lines, settings
+from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings
 
 pytestmark = pytest.mark.launch
 
@@ -26,14 +26,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("data"))
 
 
-def _launch(name: str, data: Path, runs: Path, **more: object) -> Finished:
+def _run(name: str, data: Path, runs: Path, **more: object) -> Finished:
     values = {
         "reward.scorers": SCORER,
         "reward.max_error_share": 0.9,
         "data.eval": "null",
         "world.timeout_seconds": 120,
     }
-    return launch(name, settings(data, runs, **(values | more)), runs)
+    return run_warm(name, settings(data, runs, **(values | more)), runs)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     runs = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         _plan(patch, LOSES)
-        done = _launch(
+        done = _run(
             "rounds",
             data,
             runs,
@@ -117,7 +117,7 @@ def test_a_loss_beyond_the_share_stops_every_rank_with_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _plan(monkeypatch, LOSES)
-    done = _launch("stopped", data, tmp_path)
+    done = _run("stopped", data, tmp_path)
     assert done.code != 0
     (line,) = [line for line in done.output.splitlines() if line.startswith("megarl: ")]
     assert "1 of 32 responses are lost after their retries" in line

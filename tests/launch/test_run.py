@@ -1,4 +1,5 @@
-"""Whole runs under torchrun: megatron-core actor, SGLang in the same ranks, on a tiny random model.
+"""Whole runs: megatron-core actor, SGLang in the same ranks, on a tiny random model. The first one
+is launched by torchrun, those held against it are ranks of `tests/warm.py`.
 
 Not covered here: the quickstart's own accuracy (`make demo`), more than two ranks, GPUs, Slurm.
 """
@@ -19,7 +20,7 @@ from megarl.experience.consumed import AlreadyTrained, Consumed, Use
 from megarl.experience.updates import read_updates
 from megarl.experience.versions import Versions
 from megarl.reshard.digest import block_digest
-from tests.launch.runs import Finished, launch, make_model, read_lines, settings
+from tests.launch.runs import Finished, launch, make_model, read_lines, run_warm, settings
 
 pytestmark = pytest.mark.launch
 
@@ -169,7 +170,7 @@ def _manifest_hash(folder: Path) -> str:
 
 
 def test_the_same_seed_gives_the_same_metrics(run: Finished, data: Path, tmp_path: Path) -> None:
-    again = launch("again", settings(data, tmp_path, **{"reward.scorers": SCORERS}), tmp_path)
+    again = run_warm("again", settings(data, tmp_path, **{"reward.scorers": SCORERS}), tmp_path)
     assert again.code == 0, again.output + again.logs()
     assert _plain(again.rows) == _plain(run.rows)
 
@@ -179,7 +180,7 @@ def test_another_layout_samples_the_same_tokens(
     run: Finished, data: Path, tmp_path: Path, layout: dict
 ) -> None:
     overrides = {"actor.tp": 1, "reward.scorers": SCORERS} | layout
-    other = launch("other", settings(data, tmp_path, **overrides), tmp_path)
+    other = run_warm("other", settings(data, tmp_path, **overrides), tmp_path)
     assert other.code == 0, other.output + other.logs()
     hashes = [
         read_lines(each.folder / "versions.jsonl")[0]["weight_manifest_hash"]
@@ -207,7 +208,7 @@ def test_reward_rises(data: Path, tmp_path: Path) -> None:
         "data.eval": "null",
         "algorithm.kl.beta": 0.001,
     }
-    learned = launch("learn", settings(data, tmp_path, **overrides), tmp_path)
+    learned = run_warm("learn", settings(data, tmp_path, **overrides), tmp_path)
     assert learned.code == 0, learned.output + learned.logs()
     rewards = [row["reward/mean"] for row in learned.rows]
     assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3, rewards

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.runs import ROOT, environment, launch, make_model, settings
+from tests.launch.runs import ROOT, environment, launch, make_model, run_warm, settings
 
 pytestmark = pytest.mark.launch
 
@@ -27,7 +27,7 @@ def _errors(output: str) -> list[str]:
 
 def test_scorers_that_fail_stop_the_run_and_are_no_low_reward(data: Path, tmp_path: Path) -> None:
     broken = {"reward.scorers": "[{name: 'tests.launch.scorers:broken'}]", "data.eval": "null"}
-    done = launch("broken", settings(data, tmp_path, **broken), tmp_path)
+    done = run_warm("broken", settings(data, tmp_path, **broken), tmp_path)
     assert done.code == 1
     assert len(_errors(done.output)) == 1, done.output
     line = _errors(done.output)[0]
