@@ -39,13 +39,16 @@ def agree(folder: Path, error: str | None) -> None:
         raise TensorsError(f"{folder}: " + "; ".join(lines[:MOST_TOLD]) + more)
 
 
-def refusal(shards: Mapping[str, ShardedBase], folder: Path) -> str | None:
-    """Why `folder` cannot fill this rank's `shards`, or None: read from index and file lengths."""
+def refusal(
+    shards: Mapping[str, ShardedBase], folder: Path, reader: FileSystemReader
+) -> str | None:
+    """Why `folder` cannot fill this rank's `shards`, or None: read from the index, by its `reader`,
+    and file lengths."""
     try:
         if maybe_load_config(str(folder)) is None:
             return "no such checkpoint: it has no metadata.json"
         TorchCommonLoadStrategy().load_common(folder)
-        index = FileSystemReader(folder).read_metadata()
+        index = reader.read_metadata()
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     except Exception as error:  # a damaged pickle may raise anything
         return f"its index cannot be read: {type(error).__name__}: {first_line(error)}"

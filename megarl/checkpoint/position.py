@@ -19,6 +19,8 @@ from megarl.experience.columns import write_whole
 from megarl.experience.versions import manifest_of, tensor_lines
 
 FORMAT = 1
+NONE = "none"
+"""Told of a contract that there is not."""
 
 NO_LEFTOVERS = "none: informative groups beyond those asked for are dropped and counted as surplus"
 """What dynamic sampling carries over to the next iteration."""
@@ -86,6 +88,8 @@ class Position:
     seconds: float
     """That the run has taken, over all its starts."""
     packages: dict[str, str]
+    model: dict[str, Any] = field(default_factory=dict)
+    """The numbers of its config.json that megarl reads (`model_fit.numbers_of`)."""
     dynamic_sampling: str = field(default=NO_LEFTOVERS)
     unconsumed_experience: str = field(default=NO_UNCONSUMED)
 
@@ -123,7 +127,7 @@ def contract_differences(
 ) -> dict[str, tuple[str, str]]:
     """Contract → (the checkpoint's hash, this start's), where they differ."""
     return {
-        name: (stored.get(name, "none"), mine.get(name, "none"))
+        name: (stored.get(name, NONE), mine.get(name, NONE))
         for name in sorted(stored.keys() | mine.keys())
         if stored.get(name) != mine.get(name)
     }

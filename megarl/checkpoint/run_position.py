@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.commit import checkpoint_folder
+from megarl.checkpoint.model_fit import numbers_of
 from megarl.checkpoint.position import Position, RolePosition
 from megarl.checkpoint.records import present_files
 from megarl.checkpoint.restore import ADAM
@@ -45,6 +46,7 @@ def position_of(run: Run, iteration: int, digests: dict[str, str], adam_steps: i
         exports=present["export_names"],
         seconds=round(elapsed_seconds(run), 3),
         packages=package_versions(),
+        model=numbers_of(run.spec),
     )
 
 
@@ -65,7 +67,8 @@ def save_if_due(run: Run, iteration: int) -> None:
         due = iteration > run.first and saver.is_due(iteration, last)
         if due or stopping:
             best = None if run.exports is None else run.exports.state
-            saver.save(iteration, run.version.id, partial(position_of, run, iteration), best)
+            position = partial(position_of, run, iteration)
+            saver.save(iteration, run.version.id, position, best, run.manifest)
         if stopping or iteration == last:
             saver.settle(wait=True)
         if run.exports is not None and saver.newest_best is not None:

@@ -30,6 +30,7 @@ from megarl.checkpoint.torch_dist import (
     rank_object,
     state_tensors,
 )
+from megarl.contracts.version import WeightManifest
 from megarl.models.optimizer_state import OptimizerState
 from megarl.models.roles import Actor, Reference
 from megarl.platforms.offload import OptimizerOffload
@@ -111,10 +112,11 @@ class Checkpointer:
         version: str,
         make_position: MakePosition,
         best: Mapping[str, Any] | None = None,
+        manifest: WeightManifest | None = None,
     ) -> None:
         """Fix this position and begin to write it. Collective; a save before it is settled first.
 
-        `best` is the position's, on every rank.
+        `best` is the position's, on every rank; `manifest` that of the weights, where there is one.
 
         Raises `CheckpointError` on every rank where the disk has no room or no folder can be made,
         and as `settle` does.
@@ -142,7 +144,7 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint was saved: {error}") from error
         writing = self._writer.submit(lambda: sum(part.write() for part in parts))
         # The disk has work from here on; the digests are of the same bits.
-        digests = tensor_digests(self.actor, self.state, self.world)
+        digests = tensor_digests(self.actor, self.state, self.world, manifest)
         position = make_position(digests, self.state.step) if self.world.is_main else None
         if out:
             self.offload.out()
@@ -185,7 +187,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the thread. What is not committed by now never counts."""
         self._writer.shutdown(wait=True)
-        self._tell_removal()
+        self.wait_for_removal()
 
     def _bytes(self) -> int:
         """About what this rank writes."""
@@ -197,7 +199,7 @@ class Checkpointer:
 
     def _make_room(self, folder: Path, need: int) -> None:
         (self.run_folder / commits.FOLDER).mkdir(exist_ok=True)
-        self._tell_removal()
+        self.wait_for_removal()
         commits.check_room(folder.parent, need, f"the checkpoint {folder.name}")
         folder.mkdir()
         (folder / ACTOR).mkdir()
@@ -233,8 +235,8 @@ class Checkpointer:
             commits.retain, self.run_folder, self.section.keep, self.section.keep_every
         )
 
-    def _tell_removal(self) -> None:
-        """Wait for those beyond `checkpoint.keep` to be gone. One that stays harms nothing but the
+    def wait_for_removal(self) -> None:
+        """Wait until those beyond `checkpoint.keep` are gone. One that stays harms nothing but the
         room on the disk."""
         if self._removing is None:
             return

@@ -23,13 +23,18 @@ def manifest_of_role(role: Actor | Reference, dtype: str, world: World) -> Weigh
     return weight_manifest(placement, digester, as_dtype, world)
 
 
-def tensor_digests(actor: Actor, state: OptimizerState, world: World) -> dict[str, str]:
+def tensor_digests(
+    actor: Actor, state: OptimizerState, world: World, manifest: WeightManifest | None = None
+) -> dict[str, str]:
     """`weights/NAME`, `exp_avg/NAME`, … → digest in hex, of every bit that an update depends on.
-    Collective; raises `DriftError`."""
+    Collective; raises `DriftError`.
+
+    `manifest`: of the weights as they are, the same on every rank; they are digested here if it is
+    of another dtype than they are.
+    """
     dtype = str(actor.model.dtype).removeprefix("torch.")
-    found = {
-        f"weights/{entry.name}": f"{entry.digest:#x}"
-        for entry in manifest_of_role(actor, dtype, world).tensors
-    }
+    if manifest is None or {entry.dtype for entry in manifest.tensors} != {dtype}:
+        manifest = manifest_of_role(actor, dtype, world)
+    found = {f"weights/{entry.name}": f"{entry.digest:#x}" for entry in manifest.tensors}
     digests = state_digests(actor.spec, world.mesh, state, world)
     return found | {name: f"{digest:#x}" for name, digest in digests.items()}

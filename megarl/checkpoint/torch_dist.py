@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint.folder_check import TensorsError, agree, first_line, refusal, unreadable
 from megarl.checkpoint.tensor_files import write_bucket
+from megarl.checkpoint.tensor_reading import FrontToBackReader, reading_by
 from megarl.models.optimizer_state import OptimizerState
 from megarl.platforms import platform_of
 from megarl.platforms.megatron_patches import cpu_mode
@@ -235,10 +236,13 @@ def load_tensors(shards: Shards, folder: Path) -> dict[str, Any]:
     has in another shape or dtype, or only half of; nothing was filled then, but for a file that is
     whole and cannot be read.
     """
-    agree(folder, refusal(shards, folder))
+    reader = FrontToBackReader(folder)
+    agree(folder, refusal(shards, folder, reader))
     state: dict[str, Any] = dict(shards)
     try:
-        with _quiet(), cpu_mode():
+        with _quiet(), cpu_mode(), reading_by(reader):
+            # Here, or the library would join again what was filled where it lies.
+            apply_factories(state)
             loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     except CheckpointException as error:  # raised on every rank
         agree(folder, unreadable(shards, folder))

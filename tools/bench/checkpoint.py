@@ -16,6 +16,7 @@ from tools.bench.runs import run_command
 PAIRS = {
     "save_over_raw": ("raw_write", "save"),
     "load_over_raw": ("raw_read", "load"),
+    "load_proven_over_raw": ("raw_read", "load_proven"),
     "load_over_raw_warm": ("raw_read_warm", "load_warm"),
 }
 """Ratio → (seconds of the plain side, of megarl's)."""
@@ -26,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="that save and load (default: 2)")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size (default: 2)")
     parser.add_argument("--layers", type=int, default=12, help="of the model (default: 12)")
-    parser.add_argument("--hidden", type=int, default=512, help="its hidden size (default: 512)")
+    parser.add_argument("--hidden", type=int, default=768, help="its hidden size (default: 768)")
     parser.add_argument("--vocab", type=int, default=32000, help="its vocabulary (default: 32000)")
 
 
@@ -99,15 +100,21 @@ BENCH = Bench(
     line="saving and loading a training position: against plain writes and reads of its bytes",
     text="""Several ranks save and load weights and optimizer state of a random model; in turn
 each rank writes, or reads, the bytes of its own files plainly (blocks of 16 MiB), in the same
-folder. Seconds are until the last rank is through; a ratio is taken within a turn.
+folder. Seconds are until the last rank is through; a ratio is taken within a turn. Before each
+measurement old files are gone for a second, and as much memory as it takes was touched and freed:
+a virtual machine may give free memory back to its host, and the page cache then grows at a third
+of the disk's speed, for whichever side comes after a pause.
 
 save_over_raw        seconds of write + fsync over those of a save that the loop waits for: digests
-                     of all tensors, files, fsync, index, COMMIT.json. The save asks the disk to
-                     begin early, the plain side does not; the older checkpoint is removed after it
-load_over_raw        seconds of reading over those of loading a checkpoint: read, put in place and
-                     proven by digest. Before either side its files are dropped from the page
+                     of the optimizer's state (the weights' are known since the update), files,
+                     fsync, index, COMMIT.json. The save asks the disk to begin early, the plain
+                     side does not; the older checkpoint is removed after it
+load_over_raw        seconds of reading over those of loading a checkpoint, until each tensor lies
+                     where it belongs. Before either side its files are dropped from the page
                      cache (fsync, POSIX_FADV_DONTNEED)
-load_over_raw_warm   the same with the files in the page cache
+load_proven_over_raw the same until all tensors are digested and found to be those saved, as a
+                     resume does
+load_over_raw_warm   the load with the files in the page cache
 blocking_share       of a background save, from the call to the commit: the share for which the
                      loop waited (copy, digests, votes); optimizer steps go on beside it
 first_save_mb_per_s  the first save of the process, which takes its memory""",

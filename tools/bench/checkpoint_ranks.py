@@ -7,12 +7,14 @@ Every measurement begins and ends at a barrier; rank 0 writes its seconds to the
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +26,9 @@ from torch import Tensor
 from megarl.checkpoint.commit import checkpoint_folder, newest_whole
 from megarl.checkpoint.position import Position, RolePosition, read_position
 from megarl.checkpoint.restore import ADAM, restore_roles
-from megarl.checkpoint.saver import Checkpointer, layout_of
+from megarl.checkpoint.saver import ACTOR, Checkpointer, layout_of
 from megarl.checkpoint.tensor_digests import manifest_of_role
+from megarl.checkpoint.torch_dist import read_whole
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import EndReason, Sample, Samples
 from megarl.contracts.version import PolicyVersion
@@ -39,6 +42,8 @@ from tools.bench.harness import interleaved, say
 
 BLOCK = 16 * 2**20
 """Bytes of one plain read or write."""
+SETTLED_AFTER = 1.0
+"""Seconds that a disk goes on discarding the blocks of files that are gone."""
 RESPONSE = 32
 """Tokens of the one sample that a rank learns from while a save is written."""
 
@@ -75,6 +80,8 @@ class Bench:
         self.saver = self._saver(background=False)
         self.behind = self._saver(background=True)
         self.iteration = 0
+        self.room = 2**27
+        """Bytes that are touched before a measurement."""
         self.batch = self._batch(spec.vocab)
         self.step()
         self.raw: np.ndarray | None = None
@@ -111,7 +118,17 @@ class Bench:
         self.actor.update([self.batch], loss)
 
     def timed(self, do: Callable[[], Any]) -> float:
-        """Seconds until the last rank is through."""
+        """Seconds until the last rank is through, with memory at hand and nothing else going on.
+
+        A virtual machine may have given free memory back to its host within seconds; writing the
+        page cache anew would then be measured, and only for whichever side comes after a pause.
+        """
+        for saver in (self.saver, self.behind):
+            saver.wait_for_removal()
+        time.sleep(SETTLED_AFTER)
+        self.world.barrier("bench")
+        touched = np.ones(self.room, np.uint8)
+        del touched
         self.world.barrier("bench")
         began = time.perf_counter()
         do()
@@ -146,7 +163,9 @@ class Bench:
 
     def begin(self, saver: Checkpointer) -> None:
         self.iteration += 1
-        saver.save(self.iteration, "bench", lambda *told: self.position(self.manifest, *told))
+        manifest = self.manifest
+        position = partial(self.position, manifest)
+        saver.save(self.iteration, "bench", position, manifest=manifest)
 
     def save(self) -> float:
         self.step()
@@ -176,6 +195,7 @@ class Bench:
         """Keep in memory what this rank's part of the last checkpoint is."""
         parts = [np.fromfile(path, np.uint8) for path in self.own_files()]
         self.raw = np.concatenate(parts)
+        self.room = self.raw.nbytes * 3 // 2
         return self.raw.nbytes
 
     def raw_write(self) -> float:
@@ -206,6 +226,17 @@ class Bench:
         return self.timed(read)
 
     def load(self) -> float:
+        """Until the last tensor is where it belongs."""
+
+        def load() -> None:
+            folder = newest_whole(self.folder).folder / ACTOR
+            read_whole(self.saver.state, self.actor.model, folder, {})
+
+        return self.timed(load)
+
+    def load_proven(self) -> float:
+        """Until every tensor is known, by its digest, to be the one that was saved."""
+
         def load() -> None:
             commit = newest_whole(self.folder)
             position = read_position(commit)
@@ -213,9 +244,12 @@ class Bench:
 
         return self.timed(load)
 
+    def files(self) -> list[Path]:
+        return [*self.own_files(), self.folder / f"raw{self.world.rank}"]
+
     def drop_cache(self) -> None:
         """Nothing of the checkpoint and of the plain file is in the page cache."""
-        for path in [*self.own_files(), self.folder / f"raw{self.world.rank}"]:
+        for path in self.files():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -224,9 +258,18 @@ class Bench:
         self.drop_cache()
         return do()
 
+    def warm(self, do: Callable[[], float]) -> float:
+        for path in self.files():
+            with open(path, "rb", buffering=0) as file:
+                while file.read(BLOCK):
+                    pass
+        return do()
+
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     bench = Bench(job)
+    gc.collect()
+    gc.freeze()  # as a run does: what lives for all of it is not looked at again and again
     told = say if bench.world.is_main else None
     first = bench.save()
     size = bench.take_bytes()
@@ -235,14 +278,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     bench.save_behind()
     saves = interleaved({"save": bench.save, "raw_write": bench.raw_write}, job["repeats"], told)
     behind = interleaved({"behind": bench.save_behind}, job["repeats"], told)
+    bench.save()
     bench.take_bytes()
     bench.raw_write()
     loads = interleaved(
         {
             "load": lambda: bench.cold(bench.load),
             "raw_read": lambda: bench.cold(bench.raw_read),
-            "load_warm": bench.load,
-            "raw_read_warm": bench.raw_read,
+            "load_proven": lambda: bench.cold(bench.load_proven),
+            "load_warm": lambda: bench.warm(bench.load),
+            "raw_read_warm": lambda: bench.warm(bench.raw_read),
         },
         job["repeats"],
         told,
@@ -259,7 +304,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SIDES = ("save", "raw_write", "load", "raw_read", "load_warm", "raw_read_warm")
+SIDES = (
+    "save",
+    "raw_write",
+    "load",
+    "raw_read",
+    "load_proven",
+    "load_warm",
+    "raw_read_warm",
+)
 
 
 def main() -> None:
