@@ -13,6 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from megarl.audit.check_contracts import kept_file, parted, told_records
 from megarl.audit.earlier import EarlierView, earlier
 from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RunView
@@ -25,12 +26,12 @@ from megarl.checkpoint.commit import (
     checkpoint_folders,
     whole_checkpoints,
 )
-from megarl.checkpoint.position import Position, read_position
+from megarl.checkpoint.position import NONE, Position, read_position
 from megarl.checkpoint.records import EVAL_FOLDER
 from megarl.checkpoint.segments import segment_of
 from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import Part, SealError, read_lines
-from megarl.observe.runfolder import DATA_FILE
+from megarl.observe.runfolder import DATA_FILE, TOKENIZER_FOLDER
 from megarl.recipe import RecipeError, recipe_of_tree
 
 STEPS = "steps"
@@ -111,6 +112,7 @@ def positions(run: RunView) -> Iterator[Found]:
 
 
 def _positions(run: RunView, place: RunView) -> Iterator[Found]:
+    read: list[tuple[str, Position]] = []
     for commit in whole_checkpoints(place.folder)[0]:
         if run.cut is not None and commit.iteration > run.cut:
             continue  # a resume that is cutting back has not moved it yet
@@ -120,8 +122,13 @@ def _positions(run: RunView, place: RunView) -> Iterator[Found]:
         except CheckpointError as error:
             yield Found(file, _split(str(error))[1])
             continue
+        read.append((file, position))
         for what, field in _wrong(run, commit, position):
             yield Found(file, what, field=field)
+    for name in ("model", "eval_data"):  # others are compared with facts
+        told = [(file, item.iteration - 1, item.contracts.get(name, NONE)) for file, item in read]
+        for (file, _, value), wanted in parted(run, name, told):
+            yield Found(file, f"{value}, it should be {wanted}", field=f"contracts.{name}")
 
 
 def _wrong(run: RunView, commit: Commit, position: Position) -> Iterator[tuple[str, str]]:
@@ -137,7 +144,7 @@ def _wrong(run: RunView, commit: Commit, position: Position) -> Iterator[tuple[s
         yield from _settings(run, position)
     except RecipeError as error:
         yield str(error), "recipe"
-    yield from _records(run, position)
+    yield from _records(run, position, commit.committed_at)
     yield from _draws(run, position)
 
 
@@ -182,9 +189,14 @@ def _settings(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
         yield f"{position.layout}, the recipe then had {mesh}", "layout"
 
 
-def _records(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
-    """What records held at the position is what they begin with."""
+def _records(run: RunView, position: Position, committed: float) -> Iterator[tuple[str, str]]:
+    """What records held at the position is what they begin with, but for those that a resume since
+    found changed by hand, as its recipe allowed."""
+    since = [item for item in run.resumes if item.time >= committed]
+    changed = {name for item in since if item.own for name in told_records(item)}
     for name, record in position.records.items():
+        if name in changed:
+            continue
         body, size = run.bytes_of(name), record["bytes"]
         if len(body) < size:
             yield f"{name} had {size} bytes, it has {len(body)}", "records"
@@ -204,7 +216,7 @@ def _draws(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
         yield f"{position.cursor.get('fingerprint')}, not its own contract", "cursor.fingerprint"
     if position.actor.version.model_config_hash != contracts.get("model"):
         yield f"{contracts.get('model')}, not that of its version", "contracts.model"
-    wanted = {} if isinstance(run, EarlierView) else dict(_kept(run, position))
+    wanted = dict(_kept(run, last))
     if last in run.sealed:
         view = run.iteration(last)
         with suppress(SealError):  # `manifest` and `parts` tell it
@@ -224,14 +236,10 @@ def _drawn_lines(view: IterationView, part: Part) -> list[dict[str, Any]]:
     return [line for line in read_lines(view.folder, part) if "cursor" in line]
 
 
-def _kept(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
-    """Contracts whose contents lie in the run's folder, but for those that were changed since."""
-    later = [item for item in run.resumes[: run.begun] if item.iteration >= position.iteration]
-    changed = {name for item in later for name in item.may_differ}
-    if "tokenizer" not in changed:
-        with suppress(TokensError):  # `tokenizer` tells it
-            yield "tokenizer", run.tokens.hash
-    if "data" not in changed and not any(name.startswith("data.") for name in changed):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # `setting` tells it
-            told = json.loads((run.folder / DATA_FILE).read_text(encoding="utf-8"))
-            yield "data", told["fingerprint"]
+def _kept(run: RunView, iteration: int) -> Iterator[tuple[str, str]]:
+    """Contracts whose contents lie in the run's folder, or where a resume set them aside."""
+    with suppress(TokensError):  # `tokenizer` tells it
+        yield "tokenizer", run.tokens_in(kept_file(run, iteration, TOKENIZER_FOLDER)).hash
+    with suppress(OSError, ValueError, KeyError, TypeError):  # `setting` tells it
+        told = json.loads(kept_file(run, iteration, DATA_FILE).read_text(encoding="utf-8"))
+        yield "data", told["fingerprint"]

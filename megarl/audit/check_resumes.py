@@ -52,7 +52,7 @@ def resumes(run: RunView) -> Iterator[Found]:
         claimed = folder in there or names <= {RECIPE_FILE, RESUME_FILE}
         if not claimed:
             yield Found(str(folder.relative_to(run.root)), f"set aside without a {RESUME_FILE}")
-    for view in [run, *every_state(run)]:
+    for view in [run, *earlier(run)]:  # of no resume that was killed before it wrote its recipe
         start = view.segments[-1].start
         if start is not None and view.begun and start is view.resumes[view.begun - 1]:
             yield from _recipe_told(run, start, view.segments[-1])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from megarl.audit.check_contracts import kept_file, tokenizer_folder, tokenizer_folders
 from megarl.audit.findings import Found
 from megarl.audit.logs import Line
-from megarl.audit.view import TOKENIZER_FOLDER, RunView
+from megarl.audit.view import RunView
 from megarl.contracts.states import (
     COLLECTING,
     FROM_SEALED,
@@ -20,13 +22,14 @@ from megarl.contracts.states import (
 from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import SealError
 from megarl.experience.manifest import MANIFEST_FILE, fault
-from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
+from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE, TOKENIZER_FOLDER
 from megarl.recipe import RecipeError, load_recipe
 from megarl.run_folder import REPLAY_FILE
 
 SEALED_BEFORE = (State.ACTOR_COMMITTED, State.EXPERIENCE_SEALED)
 LAST_STATES = (State.UPDATING_FROM, State.EXPERIENCE_SEALED)
 """What an iteration's commit follows; a run that only collects has no update."""
+_HASH = "tokenizer_hash"
 CLOCK_TOLERANCE_SECONDS = 1.0
 """How far clocks may differ: those of several hosts, or one that is being set right."""
 
@@ -170,26 +173,29 @@ def finished(run: RunView) -> Iterator[Found]:
 
 
 def tokenizer(run: RunView) -> Iterator[Found]:
-    """The run's copy of the tokenizer is the one that every record was made with."""
-    try:
-        hash_ = run.tokens.hash
-    except TokensError as error:
-        yield Found(TOKENIZER_FOLDER, str(error))
-        return
+    """The run's copy of the tokenizer is the one that every record was made with; of records from
+    before a resume with another one, the copy that it set aside."""
+    hashes: dict[Path, str] = {}
+    for folder in tokenizer_folders(run):
+        try:
+            hashes[folder] = run.tokens_in(folder).hash
+        except TokensError as error:
+            yield Found(str(folder.relative_to(run.root)), str(error))
     for number in run.sealed:
-        view = run.iteration(number)
+        view, folder = run.iteration(number), tokenizer_folder(run, number)
         try:
             told = view.manifest.header.tokenizer_hash
         except SealError:  # `manifest` tells it
             continue
-        if told != hash_:
-            what = f"made with tokenizer {told}, {TOKENIZER_FOLDER}/ is {hash_}"
-            yield Found(view.file(MANIFEST_FILE), what, field="tokenizer_hash")
+        if told != hashes.get(folder, told):
+            what = f"made with tokenizer {told}, {folder.relative_to(run.root)}/ is"
+            yield Found(view.file(MANIFEST_FILE), f"{what} {hashes[folder]}", field=_HASH)
     for line in run.versions:
-        told = line.told.get("tokenizer_hash", hash_)
-        if told != hash_:
-            what = f"with tokenizer {told}, {TOKENIZER_FOLDER}/ is {hash_}"
-            yield Found(line.where, what, field="tokenizer_hash")
+        folder = kept_file(run, line["iteration"], TOKENIZER_FOLDER)
+        told = line.told.get(_HASH)
+        if told is not None and told != hashes.get(folder, told):
+            what = f"with tokenizer {told}, {folder.relative_to(run.root)}/ is {hashes[folder]}"
+            yield Found(line.where, what, field=_HASH)
 
 
 def unfinished(run: RunView) -> str | None:

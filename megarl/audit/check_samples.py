@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megarl.audit.check_contracts import tokenizer_folder
 from megarl.audit.check_run import CLOCK_TOLERANCE_SECONDS
 from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RawPart
@@ -95,7 +96,7 @@ def groups(view: IterationView) -> Iterator[Found]:
 
 def tokens(view: IterationView) -> Iterator[Found]:
     """Ids lie in the vocabulary, lengths within the recipe's, masks let something train."""
-    vocabulary = view.run.tokens.vocab_size
+    vocabulary = view.run.tokens_in(tokenizer_folder(view.run, view.number)).vocab_size
     recipe = view.facts_recipe
     limits = (
         ("prompt", recipe.data.max_prompt_tokens),

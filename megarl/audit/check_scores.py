@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
+from megarl.audit.check_contracts import Value, parted
 from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RunView
 from megarl.contracts.records import RewardRecord, RewardStatus
@@ -56,18 +58,18 @@ def _wrong_total(record: RewardRecord, section: RewardSection) -> tuple[str, str
 
 
 def scorer(run: RunView) -> Iterator[Found]:
-    """One scorer version scored the whole run."""
-    first: tuple[str, str] | None = None
+    """One scorer version scored the whole run, but for a resume that was allowed another one."""
+    told: list[Value] = []
     for number in run.sealed:
         view = run.iteration(number)
-        try:
-            told = view.manifest.header.scorer_version
-        except SealError:  # `manifest` tells it
+        # Another run's facts may be of both sides of a resume; scored anew, all are by one.
+        if number in run.sources and not run.only_scores:
             continue
-        first = first or (view.file(MANIFEST_FILE), told)
-        if told != first[1]:
-            what = f"scored by {told}, {first[0]} by {first[1]}"
-            yield Found(view.file(MANIFEST_FILE), what, field="scorer_version")
+        with suppress(SealError):  # `manifest` tells it
+            told.append((view.file(MANIFEST_FILE), number, view.manifest.header.scorer_version))
+    for (file, _, version), wanted in parted(run, "scorer", told):
+        what = f"scored by {version}, by what was scored before it should be {wanted}"
+        yield Found(file, what, field="scorer_version")
 
 
 def log_probs(view: IterationView) -> Iterator[Found]:

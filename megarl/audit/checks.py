@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.audit import (
     check_checkpoints,
+    check_contracts,
     check_files,
     check_outputs,
     check_resumes,
@@ -87,6 +88,11 @@ RUN_CHECKS = (
         check_run.tokenizer,
     ),
     RunCheck("scorer", "one scorer version scored the whole run", check_scores.scorer),
+    RunCheck(
+        "contracts",
+        "recipe, sampling, data and tokenizer change only where a resume was allowed to",
+        check_contracts.contracts,
+    ),
     RunCheck("times", "the journal's clock does not jump back", check_run.clocks_of_journal),
     RunCheck(
         "finished", "finished.json names the last commit", check_run.finished, needs_recipe=True
@@ -125,7 +131,7 @@ RUN_CHECKS = (
     RunCheck("export", "hf/ holds the version committed last", check_outputs.export),
 )
 EARLIER = ("records", "recipe", "journal", "versions", "digests", "updates", "handovers", "once")
-EARLIER += ("retention", "times", "finished", "rows")
+EARLIER += ("retention", "times", "finished", "rows", "tokenizer", "scorer", "contracts")
 """Checks of a run that what resumes set aside must pass too, joined with what it was cut from."""
 COLUMNS = ("recipe", "manifest", "parts", "ids", "columns")
 _SEALED = (*COLUMNS, "sealed")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from megarl.audit import pages, text
@@ -126,13 +127,15 @@ def show(arguments: argparse.Namespace) -> None:
     choice = _choice(arguments)
     source = open_sealed(arguments.folder, arguments.before)
     numbers = _numbers(arguments, source)
-    words = words_of(source, source.iteration(numbers[0]).manifest.header.tokenizer_hash)
     if arguments.stats:
-        _show_statistics(arguments, source, numbers, choice, words)
+        _show_statistics(arguments, source, numbers, choice)
         return
+    without_words = None
     found: list[Row] = []
     siblings: list[Row] = []
-    for number in numbers:
+    for number, words in _with_words(source, numbers):
+        if words.tokens is None:
+            without_words = words.told
         rows = list(rows_of(source.iteration(number).sealed, words))
         mine = [row for row in rows if choice.wants(row)]
         found += mine
@@ -143,8 +146,15 @@ def show(arguments: argparse.Namespace) -> None:
         _show_groups(arguments, siblings, found)
     else:
         _show_samples(arguments, found)
-    if words.tokens is None and not arguments.json:
-        print(f"note: {text.shown(words.told)}", file=sys.stderr)
+    if without_words is not None and not arguments.json:
+        print(f"note: {text.shown(without_words)}", file=sys.stderr)
+
+
+def _with_words(source: RunView, numbers: list[int]) -> Iterator[tuple[int, Words]]:
+    """Iterations with the words that each was made with. Raises `SealError`."""
+    words_at = lru_cache(maxsize=None)(lambda hash_: words_of(source, hash_))
+    for number in numbers:
+        yield number, words_at(source.iteration(number).manifest.header.tokenizer_hash)
 
 
 def _show_samples(arguments: argparse.Namespace, found: list[Row]) -> None:
@@ -178,10 +188,9 @@ def _show_statistics(
     source: RunView,
     numbers: list[int],
     choice: Choice,
-    words: Words,
 ) -> None:
     lines = []
-    for number in numbers:
+    for number, words in _with_words(source, numbers):
         rows = [row for row in rows_of(source.iteration(number).sealed, words) if choice.wants(row)]
         if rows:
             lines.append(pages.statistics(rows))

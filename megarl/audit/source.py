@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from megarl.audit.earlier import before
-from megarl.audit.view import TOKENIZER_FOLDER, RunView, open_run
+from megarl.audit.view import RunView, open_run
 from megarl.contracts.tokens import Tokens, TokensError
-from megarl.observe.runfolder import NotARun
+from megarl.observe.runfolder import TOKENIZER_FOLDER, NotARun
 
 
 class NotThere(ValueError):
@@ -72,9 +72,12 @@ class Words:
 
 
 def words_of(run: RunView, tokenizer_hash: str) -> Words:
-    """The tokenizer that has the sealed hash: the run's own copy, else the model folder's."""
+    """The tokenizer that has the sealed hash: one of the run's own copies, else the model
+    folder's. Resumes set aside what they went on without."""
     refused = []
-    for folder in (run.root / TOKENIZER_FOLDER, Path(run.recipe.model.path)):
+    aside = [item.folder / TOKENIZER_FOLDER for item in run.resumes]
+    copies = [run.root / TOKENIZER_FOLDER, *filter(Path.is_dir, aside)]
+    for folder in (*copies, Path(run.recipe.model.path)):
         if not folder.is_dir():
             refused.append(f"{folder} does not exist")
             continue

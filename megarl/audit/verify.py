@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.audit import check_checkpoints, check_files, check_outputs, check_run
+from megarl.audit.check_contracts import tokenizer_folders
 from megarl.audit.checks import COLUMNS, EARLIER, ITERATION_CHECKS, RUN_CHECKS
 from megarl.audit.earlier import EarlierView, earlier
 from megarl.audit.findings import Found, Outcome, Progress, Report
@@ -105,7 +106,8 @@ def _readable(run: RunView) -> frozenset[str]:
     except RecipeError:
         pass  # `recipe` tells it
     try:
-        _ = run.tokens
+        for folder in tokenizer_folders(run):
+            run.tokens_in(folder)
         readable.add("tokens")
     except TokensError:
         pass  # `tokenizer` tells it

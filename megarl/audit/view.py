@@ -42,7 +42,6 @@ from megarl.experience.manifest import (
     read_manifest,
 )
 from megarl.experience.source import SOURCE_FILE
-from megarl.experience.tokenizer import TOKENIZER_FOLDER
 from megarl.experience.updates import UPDATES_FILE
 from megarl.experience.versions import VERSION, VERSIONS_FILE
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE, NotARun
@@ -152,6 +151,7 @@ class RunView:
         # One at a time: an iteration may be as large as memory allows.
         self.iteration = lru_cache(maxsize=1)(lambda number: IterationView(self, number))
         self._recipes = lru_cache(maxsize=None)(load_recipe)
+        self._tokens = lru_cache(maxsize=None)(Tokens.load)
         self._earlier: list[Any] | None = None
 
     def file(self, name: str) -> str:
@@ -248,10 +248,9 @@ class RunView:
         end = None if self._whole else self.cut
         return {number: self.folder for number in there if end is None or number < end}
 
-    @cached_property
-    def tokens(self) -> Tokens:
-        """The run's own copy of the tokenizer. Raises `TokensError`."""
-        return Tokens.load(self.root / TOKENIZER_FOLDER)
+    def tokens_in(self, folder: Path) -> Tokens:
+        """A copy of the tokenizer that the run kept. Raises `TokensError`."""
+        return self._tokens(folder)
 
     @property
     def is_replay(self) -> bool:

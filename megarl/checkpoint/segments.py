@@ -19,7 +19,6 @@ from typing import Any
 
 from megarl.checkpoint.resume import FOLDER, RESUME_FILE
 from megarl.observe.runfolder import RECIPE_FILE
-from megarl.recipe import Recipe, load_recipe
 
 _NAME = re.compile(r"\d{3,}")
 
@@ -76,9 +75,10 @@ def read_resumes(run_folder: Path) -> tuple[list[Resumed], list[tuple[Path, str]
 
 
 def resume_folders(run_folder: Path) -> list[Path]:
-    """What lies where resumes do, by name."""
+    """What lies where resumes do, by number."""
     found = (run_folder / FOLDER).glob("*")
-    return sorted(path for path in found if _NAME.fullmatch(path.name) and path.is_dir())
+    folders = (path for path in found if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(folders, key=lambda path: (int(path.name), path.name))
 
 
 def _resumed(folder: Path, told: Any) -> Resumed:
@@ -133,10 +133,6 @@ def facts_recipe(
     return made.recipe
 
 
-def recipe_of(run_folder: Path, iteration: int) -> Recipe:
-    """The recipe that governed `iteration` of a run that may have been resumed with others.
-
-    Raises `RecipeError` for a file that cannot be read.
-    """
-    resumes, _ = read_resumes(run_folder)
-    return load_recipe(segment_of(segments(resumes, run_folder), iteration).recipe)
+def segments_of(run_folder: Path) -> list[Segment]:
+    """The starts whose iterations lie in a run's folder now."""
+    return segments(read_resumes(run_folder)[0], run_folder)

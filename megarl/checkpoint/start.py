@@ -96,12 +96,14 @@ def take_up(
     resume = world.gather(resume)[0]
     if resume is None:
         return None
-    _on_main(world, ResumeRefused, lambda: contents(recipe, resume, mine, recipe.run_folder))
+    folder, layout = recipe.run_folder, layout_of(world)
+    differ: dict[str, tuple[str, str]] = {}
     lines: list[str] = []
+    _on_main(world, ResumeRefused, lambda: differ.update(contents(recipe, resume, mine, folder)))
     _on_main(
         world,
         CheckpointError,
-        lambda: lines.extend(begin(recipe, resume, recipe.run_folder, layout_of(world))),
+        lambda: lines.extend(begin(recipe, resume, folder, layout, differ)),
     )
     # Rank 0 has read it just now; another rank's view of a shared folder may be older.
     position = world.gather(resume.position() if world.is_main else None)[0]

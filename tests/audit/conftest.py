@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.runs import launch, make_model, settings
+from tests.launch.runs import launch, make_model, run_warm, settings
 
 # Scores of 0 and 1 leave some groups without variance; some responses cannot be scored.
 SCORERS = "[{name: 'tests.audit.scorers:by_thirds', weight: 2.0}, {name: exact_match, weight: 0}]"
@@ -58,9 +58,9 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGARL_FAULT_TESTING", "1")
         patch.setenv("MEGARL_FAULT", "kill@update:rank=1:visit=4")
-        done = launch("interrupted", settings(data, runs, **RESUMED), runs)
+        done = run_warm("interrupted", settings(data, runs, **RESUMED), runs)
     assert done.code == 137, done.output
     shutil.copytree(done.folder, kept)
-    done = launch("interrupted", settings(data, runs, **RESUMED), runs)
+    done = run_warm("interrupted", settings(data, runs, **RESUMED), runs)
     assert done.code == 0, done.output + done.logs()
     return Interrupted(kept, done.folder)

@@ -44,7 +44,7 @@ def a_version_of_another_iteration(forger: Forger) -> None:
     forger.lines("ledger.jsonl", lambda lines: lines[1].update(version=first["rollout"]))
 
 
-@fault("origin", "temperature")
+@fault("origin contracts", "temperature")
 def samples_of_another_temperature(forger: Forger) -> None:
     forger.manifest(1, lambda told: told["sampling"].update(temperature=0.7))
     forger.all_hashes(1)

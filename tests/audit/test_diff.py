@@ -18,7 +18,7 @@ from megarl.audit.diff import Parting, compare_runs
 from megarl.audit.view import open_run
 from tests.audit.conftest import OVERRIDES
 from tests.audit.forge import Forger
-from tests.launch.runs import launch, settings
+from tests.launch.runs import run_warm, settings
 from tools.audit import main
 
 pytestmark = pytest.mark.launch
@@ -37,7 +37,7 @@ def others(audited: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("rate", {"actor.lr": 1e-4, "run.iterations": 1}),
         ("seed", {"seed": 2, "run.iterations": 1}),
     ):
-        done = launch(name, settings(data, runs, **OVERRIDES | changed), runs)
+        done = run_warm(name, settings(data, runs, **OVERRIDES | changed), runs)
         assert done.code == 0, done.output + done.logs()
         made[name] = done.folder
     return made

@@ -1,8 +1,8 @@
 """`audit` on a run that was killed in an update and resumed: nothing is found in either, and each
 planted fault by its right check. Also what a resume leaves that is killed while it sets aside.
 
-Not covered: tensors of checkpoints (a resume digests them), resumes over another tokenizer, exports
-on the way.
+Not covered: tensors of checkpoints (a resume digests them), exports on the way. What a resume lets
+through: `test_allowed.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megarl.audit.verify import verify
 from megarl.audit.view import open_run
 from megarl.checkpoint.begin import begin
 from megarl.checkpoint.resume import decide
-from megarl.checkpoint.segments import recipe_of
 from megarl.observe.summary import main as summary
 from megarl.recipe import load_recipe
 from tests.audit import faults_in_resumes
@@ -99,9 +98,9 @@ def test_a_resume_killed_after_any_rename_leaves_a_run_that_verifies(
         with monkeypatch.context() as patch:
             left = [renames]
             for name in ("rename", "replace"):
-                patch.setattr(os, name, _killing(getattr(os, name), left))
+                patch.setattr(os, name, killing(getattr(os, name), left))
             try:
-                begin(recipe, resume, run, LAYOUT)
+                begin(recipe, resume, run, LAYOUT, {})
                 ended = True
             except Killed:
                 ended = False
@@ -111,7 +110,7 @@ def test_a_resume_killed_after_any_rename_leaves_a_run_that_verifies(
     assert renames > 8
 
 
-def _killing(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
+def killing(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
     def counted(*arguments: Any, **options: Any) -> Any:
         if not left[0]:
             raise Killed
@@ -124,11 +123,12 @@ def _killing(call: Callable[..., Any], left: list[int]) -> Callable[..., Any]:
 def test_each_iteration_has_the_recipe_that_it_ran_under(forger: Forger) -> None:
     old = forger.run / "resumes" / "001" / "recipe.yaml"
     forger.write(old, old.read_text().replace("lr: 0.0002", "lr: 0.0003"))
-    rates = [recipe_of(forger.run, iteration).actor.lr for iteration in range(4)]
+    run = open_run(forger.run)
+    rates = [run.recipe_of(iteration).actor.lr for iteration in range(4)]
     assert rates == [0.0003, 0.0003, 0.0002, 0.0002]
     # Of iterations 0 and 1, sealed and derived, and of the two that were rolled back.
     lines = told(forger.run)
-    assert {line.partition(":")[0] for line in lines} == {"origin", "positions"}
+    assert {line.partition(":")[0] for line in lines} == {"origin", "positions", "contracts"}
     assert len([line for line in lines if line.startswith("origin")]) == 7
 
 
