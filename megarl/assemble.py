@@ -14,13 +14,13 @@ import torch
 
 from megarl.checkpoint.resume import Resume
 from megarl.checkpoint.saver import Checkpointer
-from megarl.checkpoint.start import take_up
+from megarl.checkpoint.start import Start, take_up
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import COLLECTING, RESUMED, TRANSITIONS
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
-from megarl.desk import announce, console_of, desk_of
+from megarl.desk import Desk, announce, console_of, desk_of
 from megarl.experience.tokenizer import keep_tokenizer
 from megarl.exports import Exports
 from megarl.failure import Failure
@@ -78,73 +78,72 @@ def assembled(
     process group is the caller's. An error is told before anything is closed.
     """
     with ExitStack() as stack, failure.told():
-        console = stack.enter_context(console_of(recipe, world, failure))
-        announce(world, console, "load_data")
-        spec = read_spec(Path(recipe.model.path))
-        tokens, train, held_out = _load_data(recipe)
-        cursor = PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration)
-        pool = None
-        if world.leads_replica:
-            pool = ScoringPool(recipe.reward, tokens)
-            stack.callback(pool.close)
-        contracts = contracts_of(recipe, spec, tokens, train, held_out, pool)
-        start = take_up(recipe, world, resume, contracts, console)
-        transitions = (TRANSITIONS if start is None else RESUMED) if learns else COLLECTING
-        desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
-        _write_facts(recipe, world, desk.folder, train, tokens)
-        _note_refusals(train, recipe.data.train, desk.console)
-        desk.announce("build_actor")
-        stack.callback(destroy_mesh)
-        actor, reference = _megatron_roles(recipe, world, spec, learns)
-        checkpointer = exports = None
-        if learns:
-            checkpointer = _checkpointer(recipe, world, actor, reference, console)
-            stack.callback(checkpointer.close)
-            exports = Exports(recipe.run_folder, recipe, spec, world)
-            if start is not None:
-                start.restore_roles(checkpointer, world)
-                start.restore_exports(exports, console.note)
-            checkpointer.offload = offload_of(recipe, world, actor)
-        desk.announce("start_generator")
-        generator = _generator(recipe, world)
-        stack.callback(generator.close)
-        hybrid = HybridEngine(
-            world,
-            desk.journal,
-            generator,
-            _resharder(recipe, world, spec, actor, generator),
-            desk.stopwatch,
-            None if checkpointer is None else checkpointer.offload,
-            desk.records.versions,
-        )
-        folder = recipe.run_folder if world.is_main else None
-        quarantine = Quarantine(recipe.reward.quarantine_after, folder)
-        if start is not None:
-            start.restore_data(cursor, quarantine, console.note)
-        run = Run(
-            **vars(desk),
-            spec=spec,
-            tokens=tokens,
-            cursor=cursor,
-            quarantine=quarantine,
-            held_out=held_out.rows[: recipe.eval.max_prompts] if held_out and learns else (),
-            actor=actor,
-            reference=reference,
-            hybrid=hybrid,
-            pool=pool,
-            sampling=sampling_of(recipe, tokens),
-            checkpointer=checkpointer,
-            exports=exports,
-            contracts=contracts,
-            start=start,
-            stop=failure.stop,
-        )
+        run = _assemble(stack, recipe, world, failure, resume, learns)
         # What lives for the whole run is taken out of the collector's sight: a collection over
         # two libraries' objects costs a third of a second.
         gc.collect()
         gc.freeze()
-        desk.console.start(recipe.run.iterations)
+        run.console.start(recipe.run.iterations)
         yield run
+
+
+def _assemble(
+    stack: ExitStack,
+    recipe: Recipe,
+    world: World,
+    failure: Failure,
+    resume: Resume | None,
+    learns: bool,
+) -> Run:
+    """`stack` closes what is built."""
+    console = stack.enter_context(console_of(recipe, world, failure))
+    announce(world, console, "load_data")
+    spec = read_spec(Path(recipe.model.path))
+    tokens, train, held_out = _load_data(recipe)
+    cursor = PromptCursor(train, recipe.seed, recipe.rollout.prompts_per_iteration)
+    pool = ScoringPool(recipe.reward, tokens) if world.leads_replica else None
+    if pool is not None:
+        stack.callback(pool.close)
+    contracts = contracts_of(recipe, spec, tokens, train, held_out, pool)
+    start = take_up(recipe, world, resume, contracts, console)
+    transitions = (TRANSITIONS if start is None else RESUMED) if learns else COLLECTING
+    desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
+    _write_facts(recipe, world, desk.folder, train, tokens)
+    _note_refusals(train, recipe.data.train, desk.console)
+    desk.announce("build_actor")
+    stack.callback(destroy_mesh)
+    actor, reference = _megatron_roles(recipe, world, spec, learns)
+    checkpointer = exports = None
+    if learns:
+        checkpointer = _checkpointer(recipe, world, actor, reference, console)
+        stack.callback(checkpointer.close)
+        exports = _restored(start, checkpointer, recipe, spec, world, console)
+    desk.announce("start_generator")
+    generator = _generator(recipe, world)
+    stack.callback(generator.close)
+    quarantine = Quarantine(
+        recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
+    )
+    if start is not None:
+        start.restore_data(cursor, quarantine, console.note)
+    return Run(
+        **vars(desk),
+        spec=spec,
+        tokens=tokens,
+        cursor=cursor,
+        quarantine=quarantine,
+        held_out=held_out.rows[: recipe.eval.max_prompts] if held_out and learns else (),
+        actor=actor,
+        reference=reference,
+        hybrid=_hybrid(desk, spec, actor, generator, checkpointer),
+        pool=pool,
+        sampling=sampling_of(recipe, tokens),
+        checkpointer=checkpointer,
+        exports=exports,
+        contracts=contracts,
+        start=start,
+        stop=failure.stop,
+    )
 
 
 def _checkpointer(
@@ -156,6 +155,42 @@ def _checkpointer(
     checkpointer.note = console.note
     checkpointer.check_disk()
     return checkpointer
+
+
+def _restored(
+    start: Start | None,
+    checkpointer: Checkpointer,
+    recipe: Recipe,
+    spec: ModelSpec,
+    world: World,
+    console: Console,
+) -> Exports:
+    """Roles as the start goes on with them, and the exports beside. Collective; then the optimizer
+    is out if the recipe says so."""
+    exports = Exports(recipe.run_folder, recipe, spec, world)
+    if start is not None:
+        start.restore_roles(checkpointer, world)
+        start.restore_exports(exports, console.note)
+    checkpointer.offload = offload_of(recipe, world, checkpointer.actor)
+    return exports
+
+
+def _hybrid(
+    desk: Desk,
+    spec: ModelSpec,
+    actor: Actor | Reference,
+    generator: Generator,
+    checkpointer: Checkpointer | None,
+) -> HybridEngine:
+    return HybridEngine(
+        desk.world,
+        desk.journal,
+        generator,
+        _resharder(desk.recipe, desk.world, spec, actor, generator),
+        desk.stopwatch,
+        None if checkpointer is None else checkpointer.offload,
+        desk.records.versions,
+    )
 
 
 def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:

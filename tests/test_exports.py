@@ -1,8 +1,7 @@
-"""Exports beside checkpoints: when, whole or not there, and a `best` that is whole at any moment.
+"""Exports beside checkpoints: when, whole or not there, and which one is the best.
 
-Real exports of a small model by gloo ranks. A crash is an exception out of an audit hook, before
-every single change of the file system in turn; what a process does not clean up when the machine
-stops is not covered, nor a model of more than one weights file.
+Real exports of a small model by gloo ranks. Not covered: crashes (`test_exports_crash.py`), a model
+of more than one weights file.
 """
 
 from __future__ import annotations
@@ -10,112 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 
-from megarl.contracts.mesh import Mesh
 from megarl.exports import Exports
-from megarl.recipe import Recipe, load_recipe
 from megarl.reshard.digest import DriftError
-from megarl.reshard.families import FolderError, ModelSpec, read_spec
-from megarl.reshard.layout import hf_placement, megatron_placement
-from megarl.world import World
-from tests.reshard.models import make_shards, make_whole, same_bits
-
-QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+from megarl.reshard.families import FolderError
+from tests.exporting import BEST, Run, write_model
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text('{"a": 1}')
-    return folder
-
-
-class Run:
-    """What `Exports` needs of a run on this rank, with weights that follow from a seed."""
-
-    def __init__(self, model: str, *settings: str) -> None:
-        path = Path(model)
-        self.folder = path.parent / "run"
-        self.recipe: Recipe = load_recipe(QUICKSTART, [f"model.path={path}", *settings])
-        self.spec: ModelSpec = read_spec(path)
-        size = dist.get_world_size()
-        self.world = World(Mesh(size, tp=size), torch.device("cpu"), timeout=30)
-        self.placement = megatron_placement(self.spec, self.world.mesh)
-        self.exports = self.again()
-
-    def again(self) -> Exports:
-        return Exports(self.folder, self.recipe, self.spec, self.world)
-
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        whole = make_whole(hf_placement(self.spec, self.world.mesh), seed)
-        return make_shards(self.placement, self.world.rank, whole)
-
-    def write(self, finished: int, accuracy: float | None = None) -> bool:
-        """What a run does at a position; the weights' seed is the position's."""
-        due = self.exports.due(finished, accuracy)
-        if due:
-            self.exports.write(finished, self.weights(finished), accuracy)
-        return due
-
-    def seen(self) -> tuple[list[str], str | None]:
-        """The names in `exports/`, and where `best` points to. Collective: no rank goes on before
-        rank 0 has looked."""
-
-        def look() -> tuple[list[str], str | None]:
-            folder = self.folder / "exports"
-            names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-            return names, os.readlink(folder / "best") if "best" in names else None
-
-        return self.world.gather(look() if self.world.is_main else None)[0]
-
-    def holds(self, folder: Path, seed: int) -> bool:
-        """Whether an export is whole and of the weights of `seed`. Collective."""
-        whole = make_whole(hf_placement(self.spec, self.world.mesh), seed)
-
-        def look() -> bool:
-            names = sorted(path.name for path in folder.iterdir())
-            return names == ["config.json", "model.safetensors", "tokenizer.json"] and same_bits(
-                load_file(folder / "model.safetensors"), whole
-            )
-
-        return self.world.gather(look() if self.world.is_main else None)[0]
-
-    def on_main(self, *acts: Callable[[], Any]) -> None:
-        """Rank 0 does it while the others wait."""
-        self.world.barrier("before")
-        if self.world.is_main:
-            for act in acts:
-                act()
-        self.world.barrier("after")
-
-
-BEST = "checkpoint.export_best=true"
+    return write_model(tmp_path / "model")
 
 
 def _regular(model: str) -> None:
@@ -298,90 +206,3 @@ def test_a_resume_takes_the_position_s_best(ranks, model: Path, size: int) -> No
             "exports/best: not there, for the best so far, iter_000002, is not; "
             "the next one has more than its accuracy of 0.5"
         )
-
-
-class Crash(BaseException):
-    """Passes every handler of the code under test, as the end of its process would."""
-
-
-CHANGES = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
-
-
-class Crasher:
-    """Raises `Crash` instead of the n-th change of the file system, opening a file included."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.event = ""
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.left and event in CHANGES:
-            self.left -= 1
-            if not self.left:
-                self.event = event
-                raise Crash(event)
-
-    def reaches(self, number: int, act: Any) -> bool:
-        """Whether `act` was stopped before its `number`-th change."""
-        self.left = number
-        try:
-            act()
-        except Crash:
-            return True
-        finally:
-            self.left = 0
-        return False
-
-
-def _crashes(model: str) -> list[str]:
-    """The kinds of change that a crash came before; `best` is looked at after each."""
-    crasher = Crasher()
-    events = []
-    for number in range(1, 200):
-        run = Run(model, BEST)
-        shutil.rmtree(run.folder, ignore_errors=True)
-        exports = run.folder / "exports"
-        run.write(2, 0.5)
-        position = run.exports.state
-
-        def go_on(run: Run = run) -> None:
-            run.write(4, 0.7)
-            run.exports.settle(run.exports.state)
-
-        if not crasher.reaches(number, go_on):
-            assert run.seen() == (["best", "iter_000004"], "iter_000004")
-            return events
-        events.append(crasher.event)
-        pointed = run.seen()[1]
-        turned = pointed == "iter_000004"
-        assert turned or pointed == "iter_000002"
-        assert run.holds(exports / "best", 4 if turned else 2), (number, crasher.event)
-        if not turned:  # what the best was is there whatever a resume goes on from
-            assert run.holds(exports / "iter_000002", 2)
-        # A resume from before the new best, where the former one was not yet on its way out.
-        former = (exports / "iter_000002").exists()
-        if former:
-            if (exports / "iter_000004").exists():
-                (exports / "iter_000004").rename(run.folder / f"aside{number}")
-            run.exports = run.again()
-            assert run.exports.restore(position) is None
-            assert run.seen() == (["best", "iter_000002"], "iter_000002")
-            assert run.holds(exports / "best", 2)
-        else:
-            run.exports = run.again()
-            run.exports.restore({"accuracy": 0.7, "iteration": 4, "only_best": [2, 4]})
-        run.write(4, 0.7)
-        run.exports.settle(run.exports.state)
-        assert run.seen() == (["best", "iter_000004"], "iter_000004")
-        assert run.holds(exports / "best", 4)
-    raise AssertionError("never came to an end")
-
-
-@pytest.mark.dist
-def test_a_crash_before_any_change_leaves_a_best_that_is_whole(ranks, model: Path) -> None:
-    (events,) = ranks.run(1, _crashes, str(model))
-    # Folder and files of the export, its rename, the link and its turning, the old one's way out.
-    assert set(events) == set(CHANGES)
-    assert events.count("os.rename") == 3
-    assert len(events) >= 15

@@ -5,6 +5,8 @@ Not covered here: what the modes then do (`tests/launch/test_replay.py`, `test_o
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +164,56 @@ def test_a_recipe_that_computes_another_update_is_refused_unless_asked_for(
         "actor.lr=0.001 (run: 0.0002)",
         "algorithm.clip_high=0.2 (run: 0.28)",
     )
+
+
+def resumed(run: Path, iteration: int, *overrides: str, **told: object) -> Path:
+    """The first resume of `run`, as far as reading a command line looks; returns its folder."""
+    aside = run / "resumes" / "001"
+    aside.mkdir(parents=True)
+    before = (run / "recipe.yaml").read_text()
+    (aside / "recipe.yaml").write_text(before)
+    claim = {"number": 1, "iteration": iteration, "attempt": 1, "own": True, "time": 1.0}
+    claim |= {"checkpoint": f"checkpoints/iter_{iteration:06d}", "reused": None}
+    claim |= {"allowed": [], "meant": [], "changes": {}, "contents": {}, "records": {}}
+    (aside / "resume.json").write_text(json.dumps(claim | told))
+    after = load_recipe(aside / "recipe.yaml", list(overrides))
+    (run / "recipe.yaml").write_text(after.resolved_yaml())
+    return aside
+
+
+def test_a_run_resumed_with_the_same_update_has_no_seam(runs: Path) -> None:
+    resumed(runs / "old", 2, "run.iterations=50", "actor.tp=1", "resume.use=reuse_sealed")
+    for number in (1, 3):
+        launch = read_launch([f"{runs}/old/recipe.yaml", "--replay", f"old@{number}"])
+        assert len(launch.sources) == number + 1 and launch.what_if == ()
+
+
+def test_a_run_resumed_with_another_update_is_replayed_up_to_there(runs: Path) -> None:
+    aside = resumed(runs / "old", 2, "actor.lr=1.0e-3")
+    now, before = f"{runs}/old/recipe.yaml", f"{aside}/recipe.yaml"
+    for given in (now, before):
+        with pytest.raises(RecipeError) as refused:
+            read_launch([given, "--replay", "old@2"])
+        told = str(refused.value)
+        assert "resumed at iteration 2 with another recipe" in told and "\n" not in told
+        assert "actor.lr 0.001 (before: 0.0002)" in told
+        assert f"replay an iteration before 2 with {before}" in told
+    with pytest.raises(RecipeError, match=re.escape(f"replay with {before}")):
+        read_launch([now, "--replay", "old@1"])
+    assert read_launch([before, "--replay", "old@1"]).what_if == ()
+    asked = read_launch([now, "--replay", "old@3", "actor.lr=1.0e-3"])
+    assert asked.what_if == ("actor.lr=0.001 (run: 0.0002)",)
+
+
+def test_a_run_that_began_with_anothers_weights_is_not_replayed(runs: Path) -> None:
+    resumed(runs / "kept", 2, own=False, checkpoint="/elsewhere/checkpoints/iter_000002")
+    with pytest.raises(RecipeError) as refused:
+        asked(runs, "--replay", "kept@3")
+    told = str(refused.value)
+    assert "began at iteration 2 with the weights of /elsewhere/checkpoints/iter_000002" in told
+    assert "\n" not in told
+    # What needs no weights of the past is as it was.
+    assert len(asked(runs, "run.name=new", "--only", "train", "--from", "kept").sources) == 2
 
 
 def test_layout_rewards_and_data_change_no_update() -> None:

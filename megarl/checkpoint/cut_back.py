@@ -6,10 +6,10 @@
     tensorboard/             events from the position on
     *.jsonl                  each beyond its recorded bytes, the journal last
 
-Every step is a rename, or a copy that is on the disk before the original is cut. So a process may
-be killed between any two of them: the next `cut_back` to the same position, with an `aside` of its
-own or the same one, comes to the same folder. Newer checkpoints go before any record is cut, so
-that the newest one that is left always fits the records. Plain Python: no torch.
+Every step is a rename, or a copy that is on the disk before the original is cut or removed. So a
+process may be killed between any two of them: the next `cut_back` to the same position, with an
+`aside` of its own or the same one, comes to the same folder. Newer checkpoints go before any record
+is cut, so that the newest one that is left always fits the records. Plain Python: no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import commit as commits
+from megarl.checkpoint.carry import carry
 from megarl.checkpoint.records import BLOCK, EVAL_FOLDER, EXPORTS_FOLDER, LINE_FILES, RecordsError
 from megarl.experience import manifest as sealed
 from megarl.experience.columns import UNFINISHED, sync_folder
@@ -47,23 +48,21 @@ class Aside:
         """Move files and folders that share one parent to `inside`; returns how many. On the disk
         when this returns.
 
-        Raises `RecordsError` where they lie on another file system, and `OSError`.
+        What lies on another file system, behind a link that a person made, is copied there and
+        then removed. Raises `CheckpointError` where there is no room for that, and `OSError`.
         """
         entries = list(entries)
         if not entries:
             return 0
         folder = self._made(inside)
         for entry in entries:
+            target = _free(folder, entry.name)
             try:
-                os.rename(entry, _free(folder, entry.name))
+                os.rename(entry, target)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                # A copy could be interrupted, and half a checkpoint would look like one.
-                raise RecordsError(
-                    f"{entry}: on another file system than {folder}, so it cannot be moved there "
-                    "in one step; move it away by hand, then start again"
-                ) from error
+                carry(entry, target)
         sync_folder(folder)
         for parent in {entry.parent for entry in entries}:
             sync_folder(parent)

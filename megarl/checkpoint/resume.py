@@ -10,7 +10,7 @@ and all that was set aside. Nothing that a run wrote is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megarl.checkpoint.commit import (
     read_commit,
     whole_checkpoints,
 )
+from megarl.checkpoint.model_fit import as_words, misfit, model_differences
 from megarl.checkpoint.position import Position, contract_differences, read_position
 from megarl.checkpoint.records import check_records
 from megarl.contracts.errors import InputError
@@ -35,7 +36,7 @@ FOLDER = "resumes"
 RESUME_FILE = "resume.json"
 AUTO, NEVER = "auto", "never"
 REUSE = "reuse_sealed"
-RECORDS = "records"
+MODEL, RECORDS, TOKENIZER = "model", "records", "tokenizer"
 _ROWS = tuple(
     f"data.{key}"
     for key in (
@@ -97,9 +98,10 @@ class Resume:
 
 
 def resumes(run_folder: Path) -> list[dict[str, Any]]:
-    """What `resume.json` of each resume says, in order."""
-    found = sorted((run_folder / FOLDER).glob(f"*/{RESUME_FILE}"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    """What `resume.json` of each resume says, by number."""
+    found = (run_folder / FOLDER).glob(f"*/{RESUME_FILE}")
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    return sorted(told, key=lambda each: int(each["number"]))  # by name 1000 comes before 999
 
 
 def decide(recipe: Recipe, folder: Path) -> Resume | None:
@@ -180,28 +182,41 @@ def refuse(
     )
 
 
-def contents(recipe: Recipe, resume: Resume, mine: Mapping[str, str], run_folder: Path) -> None:
-    """Compare what the position was made with to what is loaded now. Rank 0's.
+def contents(
+    recipe: Recipe, resume: Resume, mine: Mapping[str, str], run_folder: Path
+) -> dict[str, tuple[str, str]]:
+    """Compare what the position was made with to what is loaded now. Rank 0's. Returns contract →
+    (the position's hash, this start's) of all that differ, which is what was let through.
 
     Raises `ResumeRefused` for another tokenizer, model, data set, sampling or scorer, and for
     records that are not those of the checkpoint.
     """
     position = resume.position()
     if position is None:
-        return
+        return {}
+    found = contract_differences(position.contracts, mine)
     differences: dict[str, tuple[Any, Any]] = {
-        name: pair
-        for name, pair in contract_differences(position.contracts, mine).items()
-        if not any(
-            key.startswith(prefix) for key in resume.meant for prefix in EXPLAINED_BY.get(name, ())
-        )
+        name: pair for name, pair in found.items() if not is_explained(name, resume.meant)
     }
+    if MODEL in found:
+        model = Path(recipe.model.path)
+        numbers = model_differences(position.model, model)
+        if (why := misfit(numbers, model)) is not None:
+            raise ResumeRefused(f"{resume.checkpoint} does not fit: {why}")
+        if numbers:
+            differences[MODEL] = as_words(numbers)
     if resume.own:
         broken = check_records(run_folder, position.records)
         for file, (old, new) in sorted(broken.items())[:1]:
             more = f" (and {len(broken) - 1} more files)" if len(broken) > 1 else ""
             differences[RECORDS] = (f"{file} of {old}", new + more)
     refuse(differences, recipe, read_commit(Path(resume.checkpoint)), run_folder)
+    return found
+
+
+def is_explained(name: str, meant: Iterable[str]) -> bool:
+    """Whether that a contract differs follows from recipe keys that were allowed to."""
+    return any(key.startswith(prefix) for key in meant for prefix in EXPLAINED_BY.get(name, ()))
 
 
 def _chosen(asked: str, folder: Path) -> Commit | None:

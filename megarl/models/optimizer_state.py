@@ -62,10 +62,13 @@ class OptimizerState:
         )
         self._group = parallel_state.get_data_parallel_group()
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        mine = [(part.name, part.start, part.end) for part in self.parts]
-        table: list[list[tuple[str, int, int]]] = [[] for _ in range(self._size)]
-        dist.all_gather_object(table, mine, group=self._group)
-        self._ranges = [{name: (start, end) for name, start, end in held} for held in table]
+        ranges = {part.name: (part.start, part.end) for part in self.parts}
+        keys = {tuple(sorted(part.tensors)) for part in self.parts}
+        table: list[Any] = [None] * self._size
+        dist.all_gather_object(table, (ranges, keys), group=self._group)
+        self._ranges: list[dict[str, tuple[int, int]]] = [held for held, _ in table]
+        # A rank that holds nothing, as the last ones may of a tiny model, takes part all the same.
+        (self._keys,) = set().union(*(keys for _, keys in table)) or {()}
         self._sizes = {name: param.numel() for param, name in names.items()}
         self._owners = _owners(self._ranges, self._sizes)
 
@@ -80,15 +83,16 @@ class OptimizerState:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of the state tensors; the same for every parameter."""
-        (keys,) = {tuple(sorted(part.tensors)) for part in self.parts} or {()}
-        return keys
+        """The names of the state tensors; the same for every parameter, on every rank."""
+        return self._keys
 
     @property
     def step(self) -> int:
         """Adam's step count, which corrects the moments' bias. Raises `RuntimeError` if parameters
-        differ in it."""
+        differ in it, or this rank holds none of them; the first one never does."""
         steps = {int(value) for optimizer in self._optimizers for value in _steps(optimizer)}
+        if not steps:
+            raise RuntimeError("this rank holds no parameter's state; ask the first one")
         if len(steps) != 1:
             raise RuntimeError(f"the optimizer's parameters are at steps {sorted(steps)}")
         return steps.pop()

@@ -5,12 +5,14 @@ Read from the command line before anything slow is imported; needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from megarl.checkpoint.segments import recipe_of
+from megarl.checkpoint.segments import segment_of, segments_of
 from megarl.experience.manifest import sealed_iterations
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.differences import update_differences
@@ -114,23 +116,58 @@ def read_launch(arguments: Sequence[str]) -> Launch:
 def _what_if(
     recipe: Recipe, sources: Sequence[Source], overridden: Collection[str]
 ) -> Iterator[str]:
-    """Differences that were asked for; raises `RecipeError` for those that were not. A run that was
-    resumed with another recipe had several."""
-    run, differences = sources[-1].run, {}
+    """Differences that were asked for; raises `RecipeError` for those that were not, and where the
+    run was resumed with a recipe that computes another update: a replay has one."""
+    run = sources[-1].run
+    made = segments_of(run)
+    firsts: dict[Path, int] = {}
     for source in sources:
-        differences |= update_differences(recipe, recipe_of(source.run, source.iteration))
-    silent = [key for key in differences if key not in overridden]
+        firsts.setdefault(segment_of(made, source.iteration).recipe, source.iteration)
+    ran = [(path, load_recipe(path)) for path in firsts]
+    for (before, old), (after, new) in pairwise(ran):
+        changed = _but(update_differences(new, old), overridden)
+        if changed:
+            first = firsts[after]
+            raise RecipeError(
+                f"--replay {sources[-1]}: the run was resumed at iteration {first} with another "
+                f"recipe, {_told(changed, 'before')}, and a replay has one; replay an iteration "
+                f"before {first} with {before}, or ask for one value as key=value"
+            )
+    differences: dict[str, tuple[Any, Any]] = {}
+    for _, then in ran:
+        differences |= update_differences(recipe, then)
+    silent = _but(differences, overridden)
     if silent:
-        told = ", ".join(
-            f"{key} {differences[key][0]} (run: {differences[key][1]})" for key in silent[:5]
-        )
-        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
         raise RecipeError(
-            f"the recipe would compute another update than {run} did: {told}{more}; replay with "
-            f"{run / RECIPE_FILE}, or ask for a difference as key=value"
+            f"the recipe would compute another update than {run} did: {_told(silent, 'run')}; "
+            f"replay with {ran[-1][0]}, or ask for a difference as key=value"
         )
     for key, (mine, theirs) in differences.items():
         yield f"{key}={mine} (run: {theirs})"
+
+
+def _but(
+    differences: Mapping[str, tuple[Any, Any]], keys: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    return {key: pair for key, pair in differences.items() if key not in keys}
+
+
+def _told(differences: Mapping[str, tuple[Any, Any]], whose: str) -> str:
+    """The first ones, as `key value (whose: value)`."""
+    pairs = list(differences.items())
+    told = ", ".join(f"{key} {mine} ({whose}: {theirs})" for key, (mine, theirs) in pairs[:5])
+    return told + (f" and {len(pairs) - 5} more" if len(pairs) > 5 else "")
+
+
+def _check_begun(text: str, run: Path) -> None:
+    """A replay starts from the model folder's weights."""
+    start = segments_of(run)[0].start
+    if start is not None and start.iteration > 0:
+        raise RecipeError(
+            f"--replay {text}: {run} began at iteration {start.iteration} with the weights of "
+            f"{start.checkpoint}, and a replay begins with the model folder's; replay the run that "
+            "saved them, or make this run's numbers again with tools/audit.py recompute"
+        )
 
 
 def sealed_numbers(run: Path) -> list[int]:
@@ -181,6 +218,7 @@ def _sources(option: str, given: Iterable[str], runs: Path) -> list[Source]:
         run = _find_run(option, text, name, runs)
         if option == "--replay":
             last = _number(option, text, numbers)
+            _check_begun(text, run)
             wanted = list(range(last + 1))
             why = f"; the weights before iteration {last} come from replaying those before it"
         elif at:

@@ -154,16 +154,7 @@ def reload(
     unsealed = np.isnan(sealed_old)
     old = np.where(unsealed, rollout, sealed_old)
     prepared = replace(now, old_log_probs=old, ref_log_probs=ref)
-    action = now.samples.action_mask
-    gap = np.where(action, np.abs(now.old_log_probs.astype(np.float64) - old), 0.0)
-    sums = world.totals(
-        {
-            "gap": float(gap.sum()),
-            "tokens": float(action.sum()),
-            "unsealed": float((unsealed & action).sum()),
-        },
-        counted=world.leads_owners,
-    )
+    gap_max, gap_mean, from_rollout = _gaps(world, now, old, unsealed)
     return Reloaded(
         source=source,
         iteration=iteration,
@@ -179,10 +170,30 @@ def reload(
             producers=dict(iteration.manifest.header.producers),
             hash=iteration.manifest.experience_hash,
         ),
-        gap_max=world.maximum(float(gap.max()) if len(gap) else 0.0),
-        gap_mean=sums["gap"] / sums["tokens"] if sums["tokens"] else 0.0,
-        from_rollout=int(sums["unsealed"]),
+        gap_max=gap_max,
+        gap_mean=gap_mean,
+        from_rollout=from_rollout,
     )
+
+
+def _gaps(
+    world: World, now: Prepared, old: np.ndarray, unsealed: np.ndarray
+) -> tuple[float, float, int]:
+    """`gap_max`, `gap_mean` and `from_rollout` over all ranks' tokens; `old` float [R] and
+    `unsealed` bool [R] are this rank's. Collective."""
+    action = now.samples.action_mask
+    gap = np.where(action, np.abs(now.old_log_probs.astype(np.float64) - old), 0.0)
+    sums = world.totals(
+        {
+            "gap": float(gap.sum()),
+            "tokens": float(action.sum()),
+            "unsealed": float((unsealed & action).sum()),
+        },
+        counted=world.leads_owners,
+    )
+    most = world.maximum(float(gap.max()) if len(gap) else 0.0)
+    mean = sums["gap"] / sums["tokens"] if sums["tokens"] else 0.0
+    return most, mean, int(sums["unsealed"])
 
 
 def _check_reference(iteration: SealedIteration, plan: IterationPlan, needed: bool) -> None:

@@ -100,41 +100,46 @@ def select_groups(
     sound = verdict == 0
     _, member, present = np.unique(scores.draw_index, return_inverse=True, return_counts=True)
     groups = len(present)
-    drawn = groups if prompts is None else prompts
-    if drawn < groups:
-        raise ValueError(f"samples of {groups} groups, but only {drawn} prompts were drawn")
+    drawn = _drawn(groups, prompts)
     usable = np.bincount(member[sound], minlength=groups)
-    incomplete, alone = usable < group_size, usable == 1
     equal = _all_equal(scores.total[sound], member[sound], groups) & (usable >= 2)
 
     def drop(reason: Verdict, chosen: np.ndarray) -> None:
         verdict[sound & chosen[member] & (verdict == 0)] = VERDICTS.index(reason)
 
     if partial_groups == "drop":
-        drop(Verdict.INCOMPLETE_GROUP, incomplete)
-    drop(Verdict.GROUP_OF_ONE, alone)
+        drop(Verdict.INCOMPLETE_GROUP, usable < group_size)
+    drop(Verdict.GROUP_OF_ONE, usable == 1)
     if zero_variance == "drop":
         drop(Verdict.ZERO_VARIANCE, equal)
     informative = np.bincount(member[verdict == 0], minlength=groups) > 0
     if target is not None:
         drop(Verdict.SURPLUS, informative & (np.cumsum(informative) > target))
-
     kept = verdict == 0
     trained = np.bincount(member[kept], minlength=groups)
-    tally = np.bincount(verdict, minlength=len(VERDICTS)).tolist()
     counts = {
         "groups": drawn,
         "groups_informative": int(informative.sum()),
         "groups_trained": int((trained > 0).sum()),
-        "groups_incomplete": int(incomplete.sum()) + drawn - groups,
-        "groups_of_one": int(alone.sum()),
+        "groups_incomplete": int((usable < group_size).sum()) + drawn - groups,
+        "groups_of_one": int((usable == 1).sum()),
         "groups_zero_variance": int(equal.sum()),
-        "samples": len(verdict),
-        "samples_lost": drawn * group_size - len(verdict),
-        **{f"samples_{name}": tally[index] for index, name in enumerate(VERDICTS)},
+        **_sample_counts(verdict, drawn * group_size),
     }
-    draws, candidates = scores.draw_index, scores.candidate
-    return Selection(draws, candidates, verdict, kept, trained[member], counts)
+    return Selection(scores.draw_index, scores.candidate, verdict, kept, trained[member], counts)
+
+
+def _drawn(groups: int, prompts: int | None) -> int:
+    """How many groups were drawn, those that lost every candidate too."""
+    if prompts is not None and prompts < groups:
+        raise ValueError(f"samples of {groups} groups, but only {prompts} prompts were drawn")
+    return groups if prompts is None else prompts
+
+
+def _sample_counts(verdict: np.ndarray, asked: int) -> dict[str, int]:
+    tally = np.bincount(verdict, minlength=len(VERDICTS)).tolist()
+    told = {"samples": len(verdict), "samples_lost": asked - len(verdict)}
+    return told | {f"samples_{name}": tally[index] for index, name in enumerate(VERDICTS)}
 
 
 def _all_equal(values: np.ndarray, member: np.ndarray, groups: int) -> np.ndarray:

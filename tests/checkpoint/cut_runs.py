@@ -6,14 +6,17 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.checkpoint.cut_back import cut_back
@@ -23,6 +26,8 @@ from megarl.observe.metrics import MetricsWriter, read_rows
 
 POSITION, LAST = 2, 4
 CALLS = {"open", "write", "flush", "fsync", "rename", "replace", "truncate", "mkdir", "__exit__"}
+CALLS |= {"sendfile", "unlink", "rmdir"}
+MEMORY = "/dev/shm"
 EACH = ("journal", "versions", "updates", "ledger")
 
 Tree = dict[str, Any]
@@ -95,6 +100,15 @@ def checkpoint(folder: Path, iteration: int, whole: bool = True) -> None:
         put(path / "COMMIT.json", f"commit {iteration}")
 
 
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """An empty folder on a file system of its own, in memory."""
+    if not os.access(MEMORY, os.W_OK):
+        pytest.skip(f"there is no {MEMORY} to write to, on which a sync costs nothing")
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder)
+
+
 def is_events(name: str) -> bool:
     return name.startswith("tensorboard")
 
@@ -136,11 +150,11 @@ def of_rows(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return told
 
 
-def check_nothing_lost(run: Run, folder: Path) -> None:
+def check_nothing_lost(run: Run, folder: Path, other: Path | None = None) -> None:
     """Every file of the run before the cut lies somewhere: in place, or in some aside, or, of a
-    line file, its beginning in place and the rest in an aside."""
+    line file, its beginning in place and the rest in an aside. `other`: where links lead to."""
     now = tree(folder, asides=True)
-    bodies = set(now.values())
+    bodies = set(now.values()) | set(tree(other).values() if other else ())
     for name, body in run.later.items():
         if body is None or body in bodies:
             continue

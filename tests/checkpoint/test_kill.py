@@ -8,7 +8,6 @@ page cache), and a run's records, which `test_cut_back.py` and the tests of whol
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import pytest
 
 from megarl.checkpoint.commit import COMMIT_FILE, checkpoint_folders, clean, newest_whole
 from tests.models.support import write_hf_model
+from tests.warm import forking
 
 pytestmark = pytest.mark.launch
 
@@ -111,8 +111,7 @@ def one_round(context: Any, draw: random.Random, *arguments: Any) -> tuple[Round
 
 def rounds(tmp_path: Path, count: int, seed: int, tp: int, background: bool) -> int:
     """How many half-written checkpoints were found."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.killed_ranks"])
+    context = forking()
     write_hf_model(tmp_path / "model")
     run = tmp_path / "run"
     run.mkdir()

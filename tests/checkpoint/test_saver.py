@@ -1,14 +1,12 @@
 """`Checkpointer` on real gloo ranks: what is saved is what was there, and all agree when it counts.
 
-Failures are the file system's own: a folder in the place of a file, a disk that says it is full.
 The oracle of equality is `saving.fingerprint`, which knows nothing of megarl's digests. Not
-covered: GPU (pinned copies), a file system that several nodes share, kills (`test_kill.py`).
+covered: GPU (pinned copies), a rank that cannot write (`test_saver_failures.py`).
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +19,7 @@ import torch
 
 from megarl.checkpoint.commit import (
     COMMIT_FILE,
-    CheckpointError,
     checkpoint_folder,
-    clean,
     newest_whole,
     whole_checkpoints,
 )
@@ -145,126 +141,6 @@ def test_background_and_offload_change_no_byte(ranks, tmp_path) -> None:
     for plain, *others in ranks.run(2, _same_files, tmp_path, tmp_path / "r"):
         assert {name for name, _ in plain} >= {"actor/__0_0.distcp", "reference/__1_0.distcp"}
         assert all(other == plain for other in others)
-
-
-def _failing(model: Path, run: Path, background: bool) -> list[tuple[str, list[str]]]:
-    """Every way in which a rank cannot write: what each rank raised, and what lies there then."""
-    from megarl.models.build import destroy_mesh
-    from tests.checkpoint.saving import checkpointer, save
-
-    world = make_world(2)
-    actor = make_actor(model, world)
-    found = []
-    for number, (name, spoil) in enumerate(SPOILED.items()):
-        saver = checkpointer(run, actor, background=background)
-        folder = checkpoint_folder(run, 2 + number)
-        with pytest.MonkeyPatch.context() as patch:
-            spoil(patch, world.rank, folder)
-            try:
-                save(saver, 2 + number)
-                assert saver.is_pending, f"{name}: no rank noticed"
-                saver.settle(wait=True)
-                told = "nothing"
-            except CheckpointError as error:
-                told = str(error)
-        saver.close()
-        world.barrier("look")
-        whole = [commit.iteration for commit in whole_checkpoints(run)[0]]
-        found.append((told, whole))
-        world.barrier("looked")
-        if world.is_main:
-            clean(run)
-        world.barrier("cleaned")
-    destroy_mesh()
-    return found
-
-
-def _no_file(patch: Any, rank: int, folder: Path) -> None:
-    """Rank 1 finds a folder in the place of its file, made as soon as there is a folder for it."""
-    from megarl.checkpoint import torch_dist
-
-    write = torch_dist.write_bucket
-
-    def into_the_way(bucket: Any, transforms: Any) -> Any:
-        if rank == 1:
-            Path(bucket[0]).mkdir()
-        return write(bucket, transforms)
-
-    patch.setattr(torch_dist, "write_bucket", into_the_way)
-
-
-def _full_disk(patch: Any, rank: int, folder: Path) -> None:
-    """Writing on rank 1 goes to a device that is always full."""
-    from megarl.checkpoint import torch_dist
-
-    write = torch_dist.write_bucket
-
-    def to_full(bucket: Any, transforms: Any) -> Any:
-        if rank == 1:
-            Path(bucket[0]).symlink_to("/dev/full")
-        return write(bucket, transforms)
-
-    patch.setattr(torch_dist, "write_bucket", to_full)
-
-
-def _no_room(patch: Any, rank: int, folder: Path) -> None:
-    usage = SimpleNamespace(total=1, used=1, free=100)
-    patch.setattr(shutil, "disk_usage", lambda path: usage)
-
-
-def _already_there(patch: Any, rank: int, folder: Path) -> None:
-    if rank == 0:
-        folder.mkdir(parents=True)
-
-
-def _no_position(patch: Any, rank: int, folder: Path) -> None:
-    from megarl.checkpoint import position
-
-    def refuse(path: Path, *chunks: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    patch.setattr(position, "write_whole", refuse)
-
-
-def _no_commit(patch: Any, rank: int, folder: Path) -> None:
-    from megarl.checkpoint import commit
-
-    def refuse(path: Path, *chunks: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    patch.setattr(commit, "write_whole", refuse)
-
-
-SPOILED = {
-    "no file": _no_file,
-    "full disk": _full_disk,
-    "no room": _no_room,
-    "already there": _already_there,
-    "no position": _no_position,
-    "no commit": _no_commit,
-}
-TOLD = (
-    r"no checkpoint was saved: .*iter_000002/actor: __1_0.distcp could not be written: .*"
-    r"Is a directory.*\(rank 1\)",
-    r"no checkpoint was saved: .*iter_000003/actor: __1_0.distcp could not be written: "
-    r".*\(rank 1\)",
-    r"no checkpoint was saved: rank 0: .*the checkpoint iter_000004 needs .* are free; make room",
-    r"no checkpoint was saved: rank 0: .*iter_000005: File exists",
-    r"no checkpoint was saved: rank 0: .*position.json: No space left on device",
-    r"no checkpoint was saved: rank 0: .*COMMIT.json: No space left on device",
-)
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_a_rank_that_cannot_write_stops_all_and_nothing_counts(ranks, tmp_path, background) -> None:
-    import re
-
-    write_hf_model(tmp_path)
-    first, second = ranks.run(2, _failing, tmp_path, tmp_path / "run", background)
-    assert first == second, "every rank raises the same"
-    for (told, whole), pattern in zip(first, TOLD, strict=True):
-        assert re.search(pattern, told) and "\n" not in told, told
-        assert whole == []
 
 
 def _in_turn(model: Path, run: Path) -> list[list[Any]]:

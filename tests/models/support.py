@@ -55,9 +55,13 @@ def write_hf_model(folder: Path, family: str = "qwen2", *, tied: bool = False, *
 
 
 def make_samples(
-    seed: int, rows: int, prompt: tuple[int, int] = (2, 9), response: tuple[int, int] = (1, 12)
+    seed: int,
+    rows: int,
+    prompt: tuple[int, int] = (2, 9),
+    response: tuple[int, int] = (1, 12),
+    below: int = VOCAB,
 ) -> Samples:
-    """Random samples with lengths in the given half-open ranges."""
+    """Random samples with lengths in the given half-open ranges, of ids `below` one."""
     draw = np.random.default_rng(seed)
     made = []
     for row in range(rows):
@@ -66,8 +70,8 @@ def make_samples(
             Sample(
                 draw_index=row,
                 candidate=0,
-                prompt_ids=draw.integers(0, VOCAB, draw.integers(*prompt)),
-                response_ids=draw.integers(0, VOCAB, length),
+                prompt_ids=draw.integers(0, below, draw.integers(*prompt)),
+                response_ids=draw.integers(0, below, length),
                 action_mask=np.ones(length, bool),
                 rollout_log_probs=-draw.random(length).astype(np.float32),
                 end=0,

@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.layouts import Layout, logical, plain_state, same_bits, train
-from tests.models.support import gather_logical, write_hf_model
+from tests.checkpoint.layouts import Layout, logical, packs_of, plain_state, same_bits, train
+from tests.models.support import (
+    gather_logical,
+    make_samples,
+    micro_batch,
+    policy_gradient,
+    write_hf_model,
+)
 
 pytestmark = pytest.mark.dist
 DP2 = Layout(2)
@@ -182,3 +188,59 @@ def test_state_made_before_the_first_step_changes_no_bit_of_it(ranks, source) ->
     assert same_bits(moments, again) and same_bits(weights, same)
     assert after == 1 and set_to == 42
     assert "[7, 42]" in torn
+
+
+def _empty_handed(source: Path, folder: Path, layout: Layout) -> dict[str, Any]:
+    """Two steps, a save, other values, a load: faults, and how many parts each rank holds."""
+    from megarl.checkpoint import torch_dist
+    from megarl.checkpoint.state_digest import state_digests
+    from megarl.models.build import destroy_mesh
+    from megarl.models.optimizer_state import OptimizerState
+
+    actor = layout.actor(source)
+    for _ in range(2):
+        samples = make_samples(5, 12, below=100)
+        batches = [micro_batch(pack, samples) for pack in packs_of(actor, samples)]
+        assert actor.update(batches, policy_gradient).stepped
+    state = OptimizerState(actor.trainer)
+    told: dict[str, Any] = {"parts": len(state.parts), "keys": state.keys}
+    if state.parts:
+        assert state.step == 2
+    else:
+        with pytest.raises(RuntimeError, match="holds no parameter's state"):
+            _ = state.step
+
+    def digests() -> dict[str, int]:
+        return state_digests(actor.spec, actor.world.mesh, state, actor.world)
+
+    before = digests()
+    shards = torch_dist.model_tensors(actor.model, state.owners)
+    shards |= torch_dist.state_tensors(actor.model, state.gather())
+    actor.world.barrier("gathered")
+    pending = torch_dist.begin_save(shards, folder, torch_dist.Staging())
+    pending.write()
+    pending.finish()
+    for part in state.parts:
+        for tensor in part.tensors.values():
+            tensor.fill_(7.0)
+    state.step = 41
+    told["changed"] = digests() != before
+    torch_dist.read_whole(state, actor.model, folder, {})
+    told["same"] = digests() == before
+    destroy_mesh()
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_may_hold_no_part_of_any_parameter(ranks, tmp_path, dtype: str) -> None:
+    """Parameters end before the last rank's share of the padded buffer begins."""
+    numbers = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "head_dim": 2}
+    numbers |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100}
+    write_hf_model(tmp_path, "llama", tied=True, **numbers)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    found = ranks.run(5, _empty_handed, tmp_path, saved, Layout(5, dtype=dtype))
+    assert found[-1]["parts"] == 0 < found[0]["parts"]
+    assert len({told["keys"] for told in found}) == 1
+    for told in found:
+        assert told["changed"] and told["same"]
