@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    top = parser()
+    options = top.parse_args(argv)
+    for name, value in vars(options).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            top.error(f"--{name.replace('_', '-')} {value}: at least 1")
     bench = BENCHES[options.name]
     try:
         result = bench.run(options)

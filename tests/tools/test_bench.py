@@ -189,12 +189,24 @@ def test_a_checkpoint_ratio_is_taken_within_a_turn() -> None:
     """A second turn at half the speed of everything changes no ratio."""
     seconds = {"save": [2.0, 4.0], "raw_write": [1.5, 3.0], "load": [1.0, 2.0]}
     seconds |= {"raw_read": [0.8, 1.6], "load_warm": [1.0, 1.0], "raw_read_warm": [0.5, 0.5]}
+    seconds["load_proven"] = [1.25, 2.5]
     told = {"bytes": 3e8, "bytes_per_rank": [3e8], "seconds": seconds, "first_save": 3.0}
     result = checkpoint.summary(told | {"behind": [(2.0, 0.5), (4.0, 1.0)]})
     assert result["save_over_raw_min"] == result["save_over_raw_max"] == 0.75
     assert result["load_over_raw"] == 0.8 and result["load_over_raw_warm"] == 0.5
+    assert result["load_proven_over_raw"] == pytest.approx(0.64)
     assert result["blocking_share"] == 0.25 and result["first_save_mb_per_s"] == 100
     assert result["save_mb_per_s_max"] == 150 and result["raw_read_mb_per_s_min"] == 187.5
+
+
+def test_numbers_that_measure_nothing_are_refused_in_one_line(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script().main(["checkpoint", "--repeats", "0"])
+    assert "--repeats 0: at least 1" in capsys.readouterr().err
+    assert script().main(["checkpoint", "--tp", "3"]) == 1
+    assert (
+        capsys.readouterr().err == "bench checkpoint: --tp 3 must divide --ranks 2 and 4 (heads)\n"
+    )
 
 
 def test_an_exponent_of_one_is_linear() -> None:

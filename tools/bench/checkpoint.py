@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.bench.harness import CACHE, ROOT, Bench, Spread, environment
+from tools.bench.harness import CACHE, ROOT, Bench, BenchError, Spread, environment
 from tools.bench.runs import run_command
 
 PAIRS = {
@@ -49,6 +49,8 @@ def random_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.ranks % options.tp or 4 % options.tp:
+        raise BenchError(f"--tp {options.tp} must divide --ranks {options.ranks} and 4 (heads)")
     facts = environment()
     folder = CACHE / "runs" / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
