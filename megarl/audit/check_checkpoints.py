@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whole as they were committed, and of the run that they lie in.
+"""Checks of checkpoints: whole as far as sizes and hashes tell, and of the run that they lie in.
 
 Their tensors are not read: whoever resumes from one digests them before anything is learnt.
 """
@@ -24,6 +24,7 @@ from megarl.checkpoint.commit import (
     CheckpointError,
     Commit,
     checkpoint_folders,
+    read_commit,
     whole_checkpoints,
 )
 from megarl.checkpoint.position import NONE, Position, read_position
@@ -39,16 +40,13 @@ STEPS = "steps"
 
 
 def checkpoints(run: RunView) -> Iterator[Found]:
-    """Every checkpoint is whole as it was committed, but for one that an unfinished run was
-    writing; a finished run has one of its end."""
-    places: list[RunView] = [run, *(m for view in earlier(run) for m in view.members)]
-    for place in places:
-        _, others = whole_checkpoints(place.folder)
-        for line in others:
-            path, what = _split(line)
-            if place is run and _is_open(run, path):
-                continue  # `half_written` tells it
-            yield Found(_relative(run, path), what)
+    """Every checkpoint has the files that were committed, tensors by size and others by hash, but
+    for one that an unfinished run was writing; a finished run has one of its end."""
+    for place in _places(run):
+        for folder, path, what in _not_whole(place):
+            open_end = place is run and _is_open(run, folder)  # `half_written` tells it
+            if not open_end and not _is_damaged_aside(run, place, folder):
+                yield Found(_relative(run, path), what)
         for number, folder in checkpoint_folders(place.folder):
             yield from _unlisted(run, folder)
             open_end = run.cut is not None or _is_open(run, folder)
@@ -70,6 +68,35 @@ def half_written(run: RunView) -> list[Path]:
     """Checkpoints that an unfinished run had begun and not committed."""
     folders = (folder for _, folder in checkpoint_folders(run.folder))
     return [folder for folder in folders if _is_open(run, folder)]
+
+
+def damaged_aside(run: RunView) -> list[str]:
+    """A line for each committed and damaged checkpoint that a resume set aside. Nothing goes on
+    from there, and a resume that fell back to an older one has told what was wrong."""
+    return [
+        f"{_relative(run, path)}: {what}; a resume has set it aside"
+        for place in _places(run)
+        for folder, path, what in _not_whole(place)
+        if _is_damaged_aside(run, place, folder)
+    ]
+
+
+def _places(run: RunView) -> list[RunView]:
+    """The run, and what each resume set aside."""
+    return [run, *(member for view in earlier(run) for member in view.members)]
+
+
+def _not_whole(place: RunView) -> Iterator[tuple[Path, Path, str]]:
+    """(folder, path, what is wrong there) of each checkpoint that is not whole."""
+    for _, folder in checkpoint_folders(place.folder):
+        try:
+            read_commit(folder)
+        except CheckpointError as error:
+            yield folder, *_split(str(error))
+
+
+def _is_damaged_aside(run: RunView, place: RunView, folder: Path) -> bool:
+    return place is not run and (folder / COMMIT_FILE).exists()
 
 
 def _is_open(run: RunView, path: Path) -> bool:

@@ -116,7 +116,7 @@ RUN_CHECKS = (
     ),
     RunCheck(
         "checkpoints",
-        "checkpoints are whole, as they were committed",
+        "checkpoints have the files committed: tensors by size, others by hash",
         check_checkpoints.checkpoints,
         needs_recipe=True,
     ),

@@ -135,6 +135,7 @@ def _notes(run: RunView) -> list[str]:
         notes.append(f"{told}: what lies beyond iteration {run.cut} is told of what it set aside")
     for folder in check_checkpoints.half_written(run):
         notes.append(f"{folder.relative_to(run.root)} is half-written: nothing resumes from it")
+    notes += check_checkpoints.damaged_aside(run)
     if run.sources:
         told = f"{len(run.sources)} iterations are made of another run's sealed facts"
         notes.append(f"{told} (source.json): verify that run too")

@@ -75,6 +75,7 @@ def begin(
         eval_files=() if position is None else position.eval_files,
         export_names=() if position is None else position.exports,
         reuse=reuse,
+        source=None if resume.checkpoint is None else Path(resume.checkpoint),
     )
     if reuse is not None and position is not None:
         keep_hand_over(run_folder, position)

@@ -4,8 +4,9 @@
         COMMIT.json             written last, on the disk with all that it lists before it counts
 
 A folder without `COMMIT.json`, or one whose files are not those that it lists, is not whole: it is
-reported and never resumed from. What was never committed is removed by the next start; what was
-committed and is damaged stays for a person to look at.
+reported and never resumed from. Tensor files are held to their sizes, all others to their hashes.
+What was never committed is removed by the next start; what was committed and is damaged stays for a
+person to look at.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megarl.contracts.errors import InputError
@@ -26,6 +27,8 @@ from megarl.experience.columns import sync_folder, write_whole
 FOLDER = "checkpoints"
 COMMIT_FILE = "COMMIT.json"
 POSITION_FILE = "position.json"
+TENSORS_SUFFIX = ".distcp"
+"""Of the files that tensors lie in. They are large, and loading them proves every tensor."""
 FORMAT = 1
 _NAME = re.compile(r"iter_(\d{6,})")
 SPARE_BYTES = 16 * 2**20
@@ -42,7 +45,8 @@ class NoCheckpoint(InputError):
 
 @dataclass(frozen=True)
 class Commit:
-    """`COMMIT.json`, read from a checkpoint that is whole as far as names and sizes tell."""
+    """`COMMIT.json`, read from a checkpoint that is whole as far as can be told without
+    reading tensors."""
 
     folder: Path
     run_id: str
@@ -55,6 +59,8 @@ class Commit:
     """blake3 of `position.json`."""
     files: dict[str, int]
     """Every file besides `COMMIT.json`, relative to the folder → bytes."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """blake3 of those of them that hold no tensors; empty where `COMMIT.json` has none."""
 
     @property
     def bytes(self) -> int:
@@ -73,7 +79,8 @@ def checkpoint_folders(run_folder: Path) -> list[tuple[int, Path]]:
 
 def read_commit(folder: Path) -> Commit:
     """Raises `CheckpointError`: not committed, another format, a file that is missing or has
-    another size, another `position.json`, a folder named as another iteration's."""
+    another size or, where it holds no tensors, another hash; a folder named as another
+    iteration's."""
     path = folder / COMMIT_FILE
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -87,6 +94,7 @@ def read_commit(folder: Path) -> Commit:
             committed_at=float(told["committed_at"]),
             position_hash=str(told["position_hash"]),
             files={str(name): int(size) for name, size in told["files"].items()},
+            hashes={str(name): str(hash_) for name, hash_ in told.get("hashes", {}).items()},
         )
     except FileNotFoundError as error:
         what = f"half-written, there is no {COMMIT_FILE}" if folder.is_dir() else "no such folder"
@@ -101,12 +109,22 @@ def read_commit(folder: Path) -> Commit:
             raise CheckpointError(f"{file}: {file.stat().st_size} bytes, {size} were committed")
     if POSITION_FILE not in commit.files:
         raise CheckpointError(f"{path}: lists no {POSITION_FILE}")
-    if file_hash(folder / POSITION_FILE) != commit.position_hash:
-        raise CheckpointError(f"{folder / POSITION_FILE}: not the one that was committed")
+    _check_hashes(folder, commit.hashes | {POSITION_FILE: commit.position_hash})
     named = _NAME.fullmatch(folder.name)
     if named and int(named[1]) != commit.iteration:
         raise CheckpointError(f"{folder}: {COMMIT_FILE} is of iteration {commit.iteration}")
     return commit
+
+
+def _check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Raises `CheckpointError` for the first file that has another, or cannot be read."""
+    for name, hash_ in sorted(hashes.items()):
+        try:
+            same = file_hash(folder / name) == hash_
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: not readable: {error}") from error
+        if not same:
+            raise CheckpointError(f"{folder / name}: not the one that was committed")
 
 
 def whole_checkpoints(run_folder: Path) -> tuple[list[Commit], list[str]]:
@@ -153,12 +171,14 @@ def commit_folder(folder: Path, run_id: str, iteration: int, version: str) -> Co
 
     The ranks have synced the tensors they wrote. Raises `OSError`.
     """
-    files = {}
+    files, hashes = {}, {}
     for path in _files(folder):
-        files[str(path.relative_to(folder))] = path.stat().st_size
-        if path.suffix != ".distcp":
+        name = str(path.relative_to(folder))
+        files[name] = path.stat().st_size
+        if path.suffix != TENSORS_SUFFIX:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+            hashes[name] = file_hash(path)
     for inner in {path.parent for path in _files(folder)} | {folder}:
         sync_folder(inner)
     commit = Commit(
@@ -167,8 +187,9 @@ def commit_folder(folder: Path, run_id: str, iteration: int, version: str) -> Co
         iteration=iteration,
         version=version,
         committed_at=round(time.time(), 3),
-        position_hash=file_hash(folder / POSITION_FILE),
+        position_hash=hashes[POSITION_FILE],
         files=files,
+        hashes=hashes,
     )
     told = {"format": FORMAT} | asdict(commit)
     del told["folder"]

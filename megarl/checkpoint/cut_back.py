@@ -22,6 +22,7 @@ from typing import Any
 
 from megarl.checkpoint import commit as commits
 from megarl.checkpoint.carry import carry
+from megarl.checkpoint.place import own_entry
 from megarl.checkpoint.records import BLOCK, EVAL_FOLDER, EXPORTS_FOLDER, LINE_FILES, RecordsError
 from megarl.experience import manifest as sealed
 from megarl.experience.columns import UNFINISHED, sync_folder
@@ -115,6 +116,7 @@ def cut_back(
     eval_files: Collection[str],
     export_names: Collection[str],
     reuse: int | None,
+    source: Path | None = None,
 ) -> list[str]:
     """Bring `run_folder` to the position `iteration` (the next one to run); for one process, while
     nobody writes there. Returns a line for people on everything that was set aside.
@@ -122,13 +124,15 @@ def cut_back(
     `aside` exists. `records` is what `RecordPositions.take` told at the position, None at a run's
     start: a line file that is not in it goes aside whole. `eval_files` and `export_names` are the
     names that stay in `eval/` and `exports/`. Of the sealed experience of iteration `reuse` the
-    facts stay, and what was derived from them goes.
+    facts stay, and what was derived from them goes. `source` is the checkpoint, of this run or
+    another, that is loaded afterwards.
 
     Raises `RecordsError` before anything is touched: a line file that is shorter than recorded or
-    not known, experience to be used again that was never sealed.
+    not known, experience to be used again that was never sealed, a `source` that would go aside.
     """
     records = records or {}
     _check(run_folder, records, reuse)
+    _check_source(run_folder, source, iteration)
     out = Aside(aside)
     told = _entries(out, run_folder, [FINISHED_FILE])
     told += _checkpoints(out, run_folder, iteration)
@@ -163,6 +167,17 @@ def _check(run_folder: Path, records: Mapping[str, Mapping[str, Any]], reuse: in
             raise RecordsError(f"{folder}: never sealed; set resume.use=regenerate")
 
 
+def _check_source(run_folder: Path, source: Path | None, iteration: int) -> None:
+    entry = None if source is None else own_entry(run_folder, source)
+    newer = (folder for _, folder in _newer(run_folder, iteration))
+    if entry is not None and entry in newer:
+        raise RecordsError(
+            f"{source}: this start goes on from it, and would set it aside as beyond iteration "
+            f"{iteration}; see where {run_folder / commits.FOLDER} leads, and name the checkpoint "
+            "there in resume.from"
+        )
+
+
 def _entries(out: Aside, run_folder: Path, names: Iterable[str]) -> list[str]:
     there = [run_folder / name for name in names if os.path.lexists(run_folder / name)]
     out.move(there)
@@ -171,9 +186,13 @@ def _entries(out: Aside, run_folder: Path, names: Iterable[str]) -> list[str]:
 
 def _checkpoints(out: Aside, run_folder: Path, iteration: int) -> list[str]:
     """The newest first: what is left at any moment ends with one that was whole before."""
-    newer = [item for item in commits.checkpoint_folders(run_folder) if item[0] > iteration]
+    newer = _newer(run_folder, iteration)
     out.move((folder for _, folder in reversed(newer)), commits.FOLDER)
     return [f"{commits.FOLDER}: {_counted(newer, 'folder')}"] if newer else []
+
+
+def _newer(run_folder: Path, iteration: int) -> list[tuple[int, Path]]:
+    return [item for item in commits.checkpoint_folders(run_folder) if item[0] > iteration]
 
 
 def _unlisted(out: Aside, folder: Path, names: Collection[str]) -> list[str]:

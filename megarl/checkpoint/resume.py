@@ -23,9 +23,11 @@ from megarl.checkpoint.commit import (
     whole_checkpoints,
 )
 from megarl.checkpoint.model_fit import as_words, misfit, model_differences
+from megarl.checkpoint.place import check_place, own_entry
 from megarl.checkpoint.position import Position, contract_differences, read_position
 from megarl.checkpoint.records import check_records
 from megarl.contracts.errors import InputError
+from megarl.contracts.hashes import short_id
 from megarl.contracts.lines import read_json_lines
 from megarl.contracts.states import JOURNAL_FILE, State
 from megarl.observe.runfolder import FINISHED_FILE, RECIPE_FILE
@@ -64,6 +66,8 @@ MOST_TOLD = 5
 
 class ResumeRefused(InputError):
     """What lies there cannot be gone on from as it is asked; names old and new values."""
+
+    told_by_all = True
 
 
 @dataclass(frozen=True)
@@ -108,18 +112,19 @@ def decide(recipe: Recipe, folder: Path) -> Resume | None:
     """Where the run of `recipe` in `folder` goes on; None for a new run. Removes half-written
     checkpoints of that folder.
 
-    Raises `RecipeError` for a run that may not be gone on with, `NoCheckpoint`, `ResumeRefused` for
-    a recipe that changes the maths, `CheckpointError`.
+    Raises `RecipeError` for a run that may not be gone on with, `OutOfReach` for checkpoints that
+    cannot be looked at, `NoCheckpoint`, `ResumeRefused` for a recipe that changes the maths,
+    `CheckpointError`.
     """
     asked = recipe.resume.from_
     began = (folder / RECIPE_FILE).exists()
     if began and (asked == NEVER or not _has_begun(folder)):
         raise RecipeError(f"{_state(folder)}; set run.name=…, or run.overwrite=true to replace it")
+    check_place(folder)
     if not began and asked in (AUTO, NEVER):
         return None
     notes = clean(folder)
-    commit = _chosen(asked, folder)
-    own = commit is None or commit.folder.resolve().parent.parent == folder.resolve()
+    commit, own = _chosen(asked, folder)
     position = None if commit is None else read_position(commit)
     iteration = 0 if position is None else position.iteration
     _check_length(recipe, folder, commit, own, iteration)
@@ -128,9 +133,11 @@ def decide(recipe: Recipe, folder: Path) -> Resume | None:
     refuse(differences, recipe, commit, folder)
     if commit is None:
         notes.append(f"{folder} has no whole checkpoint: starting at iteration 0 again")
+    # An own one by the name it has in the folder: what a link leads to may be named otherwise.
+    place = None if commit is None else commit.folder.absolute() if own else commit.folder.resolve()
     return Resume(
         number=1 + max((int(told["number"]) for told in resumes(folder)), default=0),
-        checkpoint=None if commit is None else str(commit.folder.resolve()),
+        checkpoint=None if place is None else str(place),
         own=own,
         iteration=iteration,
         attempt=_attempt(folder, position if own else None),
@@ -178,7 +185,7 @@ def refuse(
     raise ResumeRefused(
         f"{folder if commit is None else commit.folder} does not fit: {told}{more}; change it "
         "back, set run.name=… for a run of its own, or "
-        f"resume.allow=[{','.join(left)}] if it is meant"
+        f"resume.allow=[{','.join((*recipe.resume.allow, *left))}] if it is meant"
     )
 
 
@@ -196,7 +203,9 @@ def contents(
         return {}
     found = contract_differences(position.contracts, mine)
     differences: dict[str, tuple[Any, Any]] = {
-        name: pair for name, pair in found.items() if not is_explained(name, resume.meant)
+        name: (short_id(old), short_id(new))
+        for name, (old, new) in found.items()
+        if not is_explained(name, resume.meant)
     }
     if MODEL in found:
         model = Path(recipe.model.path)
@@ -214,26 +223,42 @@ def contents(
     return found
 
 
+def let_through(resume: Resume, differ: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The line for people that tells what differs and was allowed to: recipe keys, and contents of
+    `differ` that do not follow from them. No line where nothing does."""
+    pairs = {name: resume.changes[name] for name in resume.meant if name in resume.changes}
+    pairs |= {
+        name: (short_id(old), short_id(new))
+        for name, (old, new) in differ.items()
+        if not is_explained(name, resume.meant)
+    }
+    told = "; ".join(f"{name} {old} → {new}" for name, (old, new) in pairs.items())
+    return [f"allowed to differ: {told}"] if told else []
+
+
 def is_explained(name: str, meant: Iterable[str]) -> bool:
     """Whether that a contract differs follows from recipe keys that were allowed to."""
     return any(key.startswith(prefix) for key in meant for prefix in EXPLAINED_BY.get(name, ()))
 
 
-def _chosen(asked: str, folder: Path) -> Commit | None:
-    """The checkpoint that `resume.from` leads to; None where there is none."""
+def _chosen(asked: str, folder: Path) -> tuple[Commit | None, bool]:
+    """The checkpoint that `resume.from` leads to, None where there is none, and whether it is the
+    run's own; an own one lies where `folder` lists it."""
     whole, _ = whole_checkpoints(folder)
     newest = whole[-1] if whole else None
     if asked in (AUTO, NEVER):
-        return newest
+        return newest, True
+    check_place(Path(asked))
     named = find_checkpoint(Path(asked))
-    if named.folder.resolve().parent.parent != folder.resolve():
+    entry = own_entry(folder, named.folder)
+    if entry is None:
         # A run that began elsewhere goes on from its own checkpoints, started again.
-        return newest or named
+        return newest or named, newest is not None
     # A rollback that was asked for is done once: started again, the same command goes on from what
     # was saved since. What was saved before is left from a rollback that was itself interrupted.
     done = _rollback(folder, asked)
     since = [] if done is None else [each for each in whole if each.committed_at > done["time"]]
-    return since[-1] if since else named
+    return since[-1] if since else find_checkpoint(entry), True
 
 
 def _rollback(folder: Path, asked: str) -> dict[str, Any] | None:

@@ -214,10 +214,11 @@ class Checkpointer:
         need = sum(self.world.gather(self._bytes()))
 
         def check() -> None:
-            (self.run_folder / commits.FOLDER).mkdir(exist_ok=True)
+            place = self.run_folder / commits.FOLDER  # may lead to a disk of its own
+            place.mkdir(exist_ok=True)
             there, _ = commits.whole_checkpoints(self.run_folder)
             more = max(1, self.section.keep + 1 - len(there))
-            commits.check_room(self.run_folder, need * more, f"room for {more} more checkpoint(s)")
+            commits.check_room(place, need * more, f"room for {more} more checkpoint(s)")
 
         self._on_main(check)
 

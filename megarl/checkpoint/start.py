@@ -16,7 +16,7 @@ from megarl.checkpoint.begin import begin
 from megarl.checkpoint.commit import CheckpointError
 from megarl.checkpoint.position import Position
 from megarl.checkpoint.restore import restore_roles
-from megarl.checkpoint.resume import Resume, ResumeRefused, contents
+from megarl.checkpoint.resume import Resume, ResumeRefused, contents, let_through
 from megarl.checkpoint.saver import Checkpointer, layout_of
 from megarl.data.cursor import PromptCursor
 from megarl.exports import Exports
@@ -112,7 +112,7 @@ def take_up(
         f"going on at iteration {resume.iteration} from {where} (resume {resume.number}, "
         f"update attempt {resume.attempt})"
     )
-    for line in resume.notes:
+    for line in (*let_through(resume, differ), *resume.notes):
         console.note(line)
     if lines:
         console.note(f"set aside in {resume.folder_name}: {'; '.join(lines)}")

@@ -8,3 +8,7 @@ class InputError(ValueError):
 
     A launch that ends with one before it has weights ends with exit code 2.
     """
+
+    told_by_all = False
+    """Whether all ranks raise it in the same words: then which rank tells it, and where its log
+    is, says nothing."""

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TextIO
 
 from megarl import torchrun
+from megarl.contracts.errors import InputError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LEVELS = MappingProxyType({"": logging.INFO, "sglang": logging.WARNING})
@@ -52,6 +53,7 @@ class Terminal:
 
         The traceback to the log; one line to the person, from one rank of this machine.
 
+        An `InputError` that all ranks raise alike is told as `fail` tells it, in its words alone.
         Under torchrun the first rank to fail tells its error. A rank that fails because a peer
         went away lets that peer speak first. Reporting the same error again prints nothing.
         """
@@ -66,8 +68,11 @@ class Terminal:
             until = time.monotonic() + PEER_PATIENCE
             while time.monotonic() < until and not torchrun.told():
                 time.sleep(0.05)
-        where = f"rank {self.rank}: " if "RANK" in os.environ else ""
-        self.tell(where + line, f" (traceback in {self.log_file})")
+        if isinstance(error, InputError) and error.told_by_all:
+            self.tell(line)
+        else:
+            where = f"rank {self.rank}: " if "RANK" in os.environ else ""
+            self.tell(where + line, f" (traceback in {self.log_file})")
         return torchrun.told() or line
 
     def tell(self, why: str, where: str = "") -> None:

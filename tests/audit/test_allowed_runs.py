@@ -8,6 +8,7 @@ Each is a launched run of two iterations, copied and resumed to four. Not covere
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,12 @@ def went_on(
     values: dict[str, object] = {"run.iterations": 4, "resume.allow": change.allow}
     if change.key is not None:
         values[change.key] = change.value
-    return change, Runs(folder, folder, VALUES, folder).finish("run", **values)
+    ended = Runs(folder, folder, VALUES, folder).launch("run", **values)
+    assert ended.code == 0, ended.output
+    told = change.content or change.key
+    says = rf"allowed to differ: .*\b{re.escape(told)} .+ → "
+    assert re.search(says, ended.output), ended.output
+    return change, folder / "run"
 
 
 @pytest.fixture

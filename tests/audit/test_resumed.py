@@ -79,6 +79,50 @@ def test_what_is_half_written_is_told_and_no_finding_while_the_run_is_unfinished
     assert note in report.notes
 
 
+def _cut_commit(checkpoint: Path) -> None:
+    path = checkpoint / "COMMIT.json"
+    path.write_text(path.read_text()[:-20])
+
+
+def _flip_index(checkpoint: Path) -> None:
+    path = checkpoint / "actor" / ".metadata"
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def _shorten_tensors(checkpoint: Path) -> None:
+    path = next((checkpoint / "actor").glob("*.distcp"))
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES = {
+    _cut_commit: "COMMIT.json: not readable",
+    _flip_index: ".metadata: not the one that was committed",
+    _shorten_tensors: "were committed",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_a_damaged_checkpoint_is_a_finding_and_once_set_aside_a_note(
+    damage: Callable[[Path], None], interrupted: Interrupted, tmp_path: Path
+) -> None:
+    """The last checkpoint of a finished run; the next start falls back to the one before."""
+    run = Path(shutil.copytree(interrupted.resumed, tmp_path / "interrupted", ignore=ASIDE))
+    damage(run / "checkpoints" / "iter_000004")
+    (line,) = told(run)
+    assert line.startswith("checkpoints: checkpoints/iter_000004") and DAMAGES[damage] in line
+    recipe = load_recipe(run / "recipe.yaml", [f"run.folder={tmp_path}", "run.iterations=5"])
+    resume = decide(recipe, run)
+    assert resume.iteration == 2 and any(DAMAGES[damage] in note for note in resume.notes)
+    begin(recipe, resume, run, LAYOUT, {})
+    report = verify(open_run(run))
+    assert not report.findings
+    (note,) = [note for note in report.notes if DAMAGES[damage] in note]
+    assert note.startswith("resumes/002/checkpoints/iter_000004/")
+    assert note.endswith("a resume has set it aside")
+
+
 class Killed(BaseException):
     """Stands in for a kill: nothing catches it."""
 

@@ -21,6 +21,7 @@ def half_written(run: Path, iteration: int) -> Path:
     (folder / "actor").mkdir(parents=True)
     (folder / SHARD).write_bytes(b"t" * (100 + iteration))
     (folder / "actor/.metadata").write_bytes(b"index")
+    (folder / "actor/common.pt").write_bytes(b"common")
     (folder / POSITION_FILE).write_text(json.dumps({"iteration": iteration}))
     return folder
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from megarl.checkpoint import commit as commits
 from megarl.checkpoint.commit import (
@@ -48,9 +49,14 @@ def test_a_commit_lists_every_file_and_is_read_back(tmp_path) -> None:
     assert commit.files == {
         SHARD: 107,
         "actor/.metadata": 5,
+        "actor/common.pt": 6,
         POSITION_FILE: len('{"iteration": 7}'),
     }
-    assert commit.bytes == 107 + 5 + 16
+    assert commit.bytes == 107 + 5 + 6 + 16
+    assert commit.hashes == {
+        name: f"blake3:{blake3((folder / name).read_bytes()).hexdigest()}"
+        for name in ("actor/.metadata", "actor/common.pt", POSITION_FILE)
+    }
     assert not list(folder.rglob("*.tmp")) and newest_whole(tmp_path) == commit
 
 
@@ -77,6 +83,15 @@ def _other_position(folder: Path) -> None:
     path.write_text(path.read_text().replace("9", "8"))
 
 
+def _flip(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        body = bytearray((folder / name).read_bytes())
+        body[-1] ^= 1
+        (folder / name).write_bytes(body)
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no commit": (lambda f: (f / COMMIT_FILE).unlink(), "half-written, there is no COMMIT.json"),
     "commit is cut": (_cut, r"COMMIT.json: not readable: JSONDecodeError"),
@@ -93,6 +108,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard is a folder": (lambda f: _as_folder(f / SHARD), f"{SHARD}: missing"),
     "no position": (lambda f: (f / POSITION_FILE).unlink(), "position.json: missing"),
     "another position": (_other_position, "position.json: not the one that was committed"),
+    "another index": (_flip("actor/.metadata"), "actor/.metadata: not the one that was committed"),
+    "another common.pt": (_flip("actor/common.pt"), "common.pt: not the one that was committed"),
+    "a hash of no file": (
+        lambda f: edit_commit(f, hashes={"actor/gone": "blake3:0"}),
+        "actor/gone: not readable: ",
+    ),
+    "hashes is a list": (lambda f: edit_commit(f, hashes=[]), "not readable: AttributeError"),
     "another iteration": (lambda f: edit_commit(f, iteration=8), "COMMIT.json is of iteration 8"),
     "position not listed": (lambda f: _unlisted_position(f), "lists no position.json"),
 }
@@ -131,6 +153,22 @@ def test_what_is_not_whole_is_reported_and_never_chosen(tmp_path, name: str) -> 
         read_commit(newer)
     assert re.search(why, others[0]), others[0]
     assert newest_whole(tmp_path).iteration == find_checkpoint(tmp_path).iteration == 4
+
+
+def test_a_commit_without_hashes_is_read_by_sizes_and_its_position(tmp_path) -> None:
+    (folder,) = make(tmp_path, 7)
+    _without("hashes")(folder)
+    _flip("actor/.metadata")(folder)
+    assert read_commit(folder).hashes == {}
+    _flip(POSITION_FILE)(folder)
+    with pytest.raises(CheckpointError, match="position.json: not the one"):
+        read_commit(folder)
+
+
+def test_tensor_files_are_held_to_their_sizes_alone(tmp_path) -> None:
+    (folder,) = make(tmp_path, 7)
+    _flip(SHARD)(folder)
+    assert numbers(tmp_path) == [7]
 
 
 def test_a_folder_under_another_name_is_not_that_iteration(tmp_path) -> None:

@@ -250,6 +250,25 @@ def test_a_rollback_is_done_once(data: Path, whole: Path, tmp_path: Path, story:
     assert (run / "resumes/001/checkpoints/iter_000005/COMMIT.json").exists()
 
 
+@pytest.mark.long
+def test_checkpoints_behind_a_link(data: Path, whole: Path, tmp_path: Path, story: Story) -> None:
+    """Linked before the first start; killed in an update, then after a rollback."""
+    place, disk, runs = tmp_path / "run/checkpoints", tmp_path / "disk", _runs(data, tmp_path)
+    for folder in (place.parent, disk):
+        folder.mkdir()
+    place.symlink_to(disk)
+    run = runs.kill("run", POINTS["update"])
+    back = {"resume.from": place / "iter_000002", "checkpoint.keep": 9}
+    runs.kill("run", "kill@update:visit=2", **back)
+    runs.finish("run", **back)
+    differ = differences(run, whole)
+    story.add("update, checkpoints/ is a link", "regenerate", run, differ)
+    assert differ == []
+    told = [(line["own"], line["checkpoint"]) for line in resumes(run)]
+    assert told == [(True, "checkpoints/iter_000002")] * 2
+    assert place.readlink() == disk and (disk / "iter_000005/COMMIT.json").exists()
+
+
 @pytest.mark.parametrize(
     "layout",
     [
