@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from megarl import stop
 from megarl.checkpoint.commit import CheckpointError
 from megarl.contracts.errors import InputError
-from megarl.contracts.mesh import Mesh
 from megarl.faults import planned
 from megarl.modes.launch import MODES_HELP, Launch, Work, read_launch
 from megarl.observe.logs import Terminal, captured, fail
 from megarl.recipe import Recipe, RecipeError
+from megarl.recipe.layout import mesh_of
 from megarl.recipe.reference import help_text
 from megarl.reshard.families import read_spec
 from megarl.reshard.layout import megatron_placement, sglang_placement
@@ -77,10 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def mesh_of(recipe: Recipe) -> Mesh:
-    return Mesh(recipe.world.ranks, recipe.actor.tp, recipe.actor.pp, recipe.rollout.tp)
-
-
 def _check_world(recipe: Recipe) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != recipe.world.ranks:
@@ -104,8 +100,13 @@ def _check_model(recipe: Recipe) -> None:
             f"{recipe.model.path} has {spec.max_positions} positions, {POSITIONS_KEPT} of which "
             "SGLang keeps; lower one of them or use a model with more positions"
         )
+    if spec.moe is not None and mesh.tp > 1 and not recipe.actor.sequence_parallel:
+        raise RecipeError(
+            f"actor.tp is {mesh.tp} and {recipe.model.path} has experts: every tensor-parallel "
+            "rank would send all tokens to them; set actor.sequence_parallel=true"
+        )
     megatron_placement(spec, mesh)
-    sglang_placement(spec, mesh, recipe.world.device)
+    sglang_placement(spec, mesh)
 
 
 def _prepare_folder(launch: Launch) -> tuple[FileLock | None, Resume | None]:

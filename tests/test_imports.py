@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "megarl").rglob("*.py"))
 
 PURE = ("contracts/", "recipe", "algorithms/", "rewards/", "reshard/layout", "reshard/plan")
+PURE += ("reshard/placement", "reshard/shares", "reshard/buckets")
 PURE += ("reshard/families/",)
 SGLANG = ("rollout/", "platforms/")
 MEGATRON = ("models/", "checkpoint/", "platforms/")

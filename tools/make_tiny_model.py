@@ -1,6 +1,7 @@
-"""Make the quickstart's model and data: a small Llama-layout model that can add, and rarely does.
+"""Make the quickstart's model and data: a small model that can add, and rarely does.
 
-Writes models/quickstart-s<seed>/model (a Hugging Face folder) and data/train.jsonl, eval.jsonl.
+Writes models/quickstart-s<seed>/model (a Hugging Face folder) and data/train.jsonl, eval.jsonl;
+with another --family than llama, models/quickstart-<family>-s<seed>.
 About half a minute on one core; a folder made before with the same seed is kept.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megarl.reshard.families import FAMILIES  # noqa: E402
 from tools.quickstart.folder import FolderError, is_complete, replaced_when_done  # noqa: E402
 
 PLAIN_EVERY = 50
@@ -28,25 +30,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1, help="drives everything (default: 1)")
     parser.add_argument(
-        "--out", type=Path, help="folder to make (default: models/quickstart-s<seed>)"
+        "--family", choices=tuple(FAMILIES), default="llama", help="its layout (default: llama)"
     )
+    parser.add_argument("--out", type=Path, help="folder to make (default: as above)")
     parser.add_argument("--force", action="store_true", help="make it anew even when it is there")
     arguments = parser.parse_args(argv)
-    seed = arguments.seed
-    folder = (arguments.out or Path(f"models/quickstart-s{seed}")).absolute()
-    if not arguments.force and is_complete(folder, seed):
+    seed, family = arguments.seed, arguments.family
+    name = "quickstart" if family == "llama" else f"quickstart-{family}"
+    folder = (arguments.out or Path(f"models/{name}-s{seed}")).absolute()
+    if not arguments.force and is_complete(folder, seed, family):
         print(f"{_shown(folder)} is there, complete; --force makes it anew")
         return 0
     try:
-        with replaced_when_done(folder, seed) as temporary:
-            _make(temporary, seed, folder)
+        with replaced_when_done(folder, seed, family) as temporary:
+            _make(temporary, seed, folder, family)
     except FolderError as error:
         print(f"make_tiny_model: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _make(temporary: Path, seed: int, folder: Path) -> None:
+def _make(temporary: Path, seed: int, folder: Path, family: str) -> None:
     started = time.monotonic()
     print(f"making {_shown(folder)}: tokenizer, data, and a short supervised warm-up", flush=True)
     # Imported here: torch and transformers take seconds, and a folder that is there needs neither.
@@ -55,7 +59,7 @@ def _make(temporary: Path, seed: int, folder: Path) -> None:
 
     settings = WarmUp()
     with _progress(settings.steps) as on_step:
-        built = build(temporary, seed, settings, on_step)
+        built = build(temporary, seed, settings, on_step, family)
     print(
         f"{_shown(folder)}: {built.parameters:,} parameters, {built.train_rows} training and "
         f"{built.eval_rows} held-out rows, {time.monotonic() - started:.0f} s\n"

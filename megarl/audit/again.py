@@ -22,6 +22,7 @@ from megarl.data.packing import ragged_index
 from megarl.experience.load import SealedIteration
 from megarl.modes.sealed_updates import table_of
 from megarl.recipe import Recipe, RewardSection
+from megarl.recipe.layout import mesh_of
 from megarl.rewards.score import PENALTY
 from megarl.rewards.scorer import component_name
 from megarl.rollout.groups import IterationPlan, plan_iteration
@@ -72,7 +73,7 @@ def recompute(sealed: SealedIteration, recipe: Recipe, scores: Scores | None = N
     table = table_of(sealed)
     if scores is not None:
         table = replace(table, scores=scores)
-    dp = recipe.world.ranks // (recipe.actor.tp * recipe.actor.pp)
+    dp = mesh_of(recipe).dp
     plan = plan_iteration(table, recipe, dp, prompts=len(sealed.prompts), invalid=table.invalid)
     experience = Experience(
         samples=sealed.samples,

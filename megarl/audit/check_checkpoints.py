@@ -34,6 +34,7 @@ from megarl.contracts.tokens import TokensError
 from megarl.experience.columns import Part, SealError, read_lines
 from megarl.observe.runfolder import DATA_FILE, TOKENIZER_FOLDER
 from megarl.recipe import RecipeError, recipe_of_tree
+from megarl.recipe.layout import mesh_of
 
 STEPS = "steps"
 """Of a position's trainer: optimizer steps taken, which is the version's."""
@@ -209,11 +210,9 @@ def _settings(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
     for told, field in ((position.recipe_hash, "recipe_hash"), (stored, "recipe")):
         if told != recipe.hash:
             yield f"{told}, the recipe then was {recipe.hash}", field
-    mesh = {"tp": recipe.actor.tp, "pp": recipe.actor.pp, "ranks": recipe.world.ranks}
-    mesh |= {"rollout_tp": recipe.rollout.tp}
-    mesh["dp"] = mesh["ranks"] // (mesh["tp"] * mesh["pp"])
-    if dict(position.layout) != mesh:
-        yield f"{position.layout}, the recipe then had {mesh}", "layout"
+    layout = mesh_of(recipe).described
+    if dict(position.layout) != layout:
+        yield f"{position.layout}, the recipe then had {layout}", "layout"
 
 
 def _records(run: RunView, position: Position, committed: float) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.reshard.families import read_spec
-from megarl.reshard.families.spec import ModelSpec
+from megarl.reshard.families.spec import MLASpec, ModelSpec, MoESpec, RopeScaling
 
 HF_NAMES = {
     "family": "model_type",
@@ -23,15 +23,84 @@ HF_NAMES = {
     "tied": "tie_word_embeddings",
     "qkv_bias": "qkv_bias",
     "max_positions": "max_position_embeddings",
+    "qk_norm": "qk_norm",
+    "head": "head",
+    "value_bias": "value_bias",
 }
-"""Number of a `ModelSpec` → what config.json calls it."""
-SHAPELESS = frozenset({"model_type", "rms_norm_eps", "rope_theta", "max_position_embeddings"})
+"""Number of a `ModelSpec` → what config.json calls it, or megarl where it does not say it."""
+MOE_NAMES = {
+    "experts": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "layers": "moe_layers",
+    "normalize": "norm_topk_prob",
+    "shared_ffn": "shared_expert_intermediate_size",
+    "router": "scoring_func",
+    "router_bias": "e_score_correction_bias",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "scale": "routed_scaling_factor",
+}
+"""The same of a `MoESpec`."""
+ROPE_NAMES = {
+    "kind": "rope_scaling.rope_type",
+    "factor": "rope_scaling.factor",
+    "original_max_positions": "rope_scaling.original_max_position_embeddings",
+    "low_freq_factor": "rope_scaling.low_freq_factor",
+    "high_freq_factor": "rope_scaling.high_freq_factor",
+    "beta_fast": "rope_scaling.beta_fast",
+    "beta_slow": "rope_scaling.beta_slow",
+    "attention_factor": "rope_scaling.attention_factor",
+    "truncate": "rope_scaling.truncate",
+    "mscale_all_dim": "rope_scaling.mscale_all_dim",
+}
+"""The same of a `RopeScaling`."""
+MLA_NAMES = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "interleaved": "rope_interleave",
+}
+"""The same of an `MLASpec`."""
+SHAPELESS = frozenset(
+    {
+        "model_type",
+        "rms_norm_eps",
+        "rope_theta",
+        "max_position_embeddings",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "scoring_func",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "rope_interleave",
+        *ROPE_NAMES.values(),
+    }
+)
 """Numbers on which no tensor's shape, nor that there is one, depends."""
 
 
 def numbers_of(spec: ModelSpec) -> dict[str, Any]:
-    """What a position tells of its model, under config.json's names."""
-    return {told: getattr(spec, name) for name, told in HF_NAMES.items()}
+    """What a position tells of its model, under config.json's names: plain JSON, None for each
+    number of experts, stretched rotary embedding or latent attention that it does not have."""
+    return {
+        **_told(spec, HF_NAMES),
+        **_told(spec.rope_scaling, ROPE_NAMES),
+        **_told(spec.moe, MOE_NAMES),
+        **_told(spec.mla, MLA_NAMES),
+    }
+
+
+def _told(
+    numbers: ModelSpec | RopeScaling | MoESpec | MLASpec | None, names: Mapping[str, str]
+) -> dict[str, Any]:
+    values = {told: getattr(numbers, name, None) for name, told in names.items()}
+    return {
+        told: list(value) if isinstance(value, tuple) else value for told, value in values.items()
+    }
 
 
 def model_differences(stored: Mapping[str, Any], model_folder: Path) -> dict[str, tuple[Any, Any]]:

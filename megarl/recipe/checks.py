@@ -6,6 +6,7 @@ error is shown. Keys compared with the model's own config are checked where that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megarl.recipe.keys import key_table, nearest_key
@@ -80,24 +81,54 @@ def _brief(name: str) -> str:
 
 
 def _layout(recipe: Recipe) -> Iterator[Refusal]:
-    ranks, rollout_tp = recipe.world.ranks, recipe.rollout.tp
-    tp, pp = recipe.actor.tp, recipe.actor.pp
-    if ranks % (tp * pp):
-        keys, product, change = ("world.ranks", "actor.tp"), f"actor.tp {tp}", "actor.tp"
-        if pp > 1:
-            keys = ("actor.pp", *keys)
-            product, change = f"{product} × actor.pp {pp}", "actor.tp or actor.pp"
-        yield (
-            keys,
-            f"{ranks} ranks do not divide by {product}; make world.ranks a multiple of {tp * pp} "
-            f"or change {change}",
+    ranks, rollout, actor = recipe.world.ranks, recipe.rollout, recipe.actor
+    yield from _divides(ranks, {"actor.tp": actor.tp, "actor.pp": actor.pp})
+    if actor.ep > 1 or actor.expert_tp is not None:
+        sizes = {"actor.ep": actor.ep, "actor.pp": actor.pp}
+        sizes["actor.tp" if actor.expert_tp is None else "actor.expert_tp"] = (
+            actor.tp if actor.expert_tp is None else actor.expert_tp
         )
-    if ranks % rollout_tp:
+        yield from _divides(ranks, sizes)
+    if ranks % rollout.tp:
         yield (
             ("rollout.tp", "world.ranks"),
-            f"{ranks} ranks do not divide by rollout.tp {rollout_tp}; make world.ranks a multiple "
-            f"of {rollout_tp} or change rollout.tp",
+            f"{ranks} ranks do not divide by rollout.tp {rollout.tp}; make world.ranks a multiple "
+            f"of {rollout.tp} or change rollout.tp",
         )
+    if rollout.tp % rollout.ep:
+        yield (
+            ("rollout.ep", "rollout.tp"),
+            f"rollout.ep {rollout.ep} does not divide rollout.tp {rollout.tp}; set it to 1 or to a "
+            "divisor",
+        )
+    if actor.virtual_stages > 1 and actor.pp == 1:
+        yield (
+            ("actor.virtual_stages", "actor.pp"),
+            f"{actor.virtual_stages} virtual stages need a pipeline; set actor.pp above 1 or leave "
+            "virtual_stages out",
+        )
+    stages = actor.pp * actor.virtual_stages
+    if actor.stage_layers and len(actor.stage_layers) != stages:
+        yield (
+            ("actor.stage_layers", "actor.pp"),
+            f"{len(actor.stage_layers)} numbers of layers for {stages} stages (actor.pp × "
+            f"actor.virtual_stages); list {stages}, in depth order",
+        )
+
+
+def _divides(ranks: int, sizes: dict[str, int]) -> Iterator[Refusal]:
+    """Refuses where `ranks` do not divide by the product of these keys' sizes."""
+    size = math.prod(sizes.values())
+    if ranks % size == 0:
+        return
+    used = {key: value for key, value in sizes.items() if value > 1}
+    beside_tp = [key for key in reversed(used) if key != "actor.tp"]
+    product = " × ".join(f"{key} {value}" for key, value in used.items())
+    yield (
+        (*beside_tp, "world.ranks", "actor.tp"),
+        f"{ranks} ranks do not divide by {product}; make world.ranks a multiple of {size} or "
+        f"change {' or '.join(used)}",
+    )
 
 
 def _groups(recipe: Recipe) -> Iterator[Refusal]:

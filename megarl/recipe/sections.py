@@ -90,7 +90,31 @@ class ActorSection(Section):
     """The trained model on megatron-core: layout, optimizer, micro-batches."""
 
     tp: Positive = Field(1, description="Tensor-parallel size.")
-    pp: Positive = Field(1, description="Pipeline-parallel size; it must divide the layers.")
+    pp: Positive = Field(
+        1, description="Pipeline-parallel size; it must divide the layers, or set stage_layers."
+    )
+    stage_layers: tuple[Positive, ...] = Field(
+        (),
+        strict=False,
+        description="Layers of each pipeline stage (pp × virtual_stages of them, in depth order); "
+        "empty: the same number in all.",
+    )
+    virtual_stages: Positive = Field(
+        1,
+        description="Pieces of the model that each pipeline rank holds; more of them leave less of "
+        "the pipeline idle and send more often.",
+    )
+    ep: Positive = Field(
+        1, description="Expert-parallel size: ranks over which a layer's experts are dealt."
+    )
+    expert_tp: Positive | None = Field(
+        None, description="Tensor-parallel size of experts; empty: tp."
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="Cut norms and residuals along the tokens over the tp ranks: less memory. "
+        "Experts with tp above 1 need it.",
+    )
     lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate (Adam).")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After the warm-up: constant, or decay to min_lr by the last step."
@@ -137,6 +161,11 @@ class RolloutSection(Section):
     """Generation by SGLang in the same processes."""
 
     tp: Positive = Field(1, description="Tensor-parallel size of a generator replica.")
+    ep: Positive = Field(
+        1,
+        description="Expert-parallel size within a replica; it divides tp, and an expert is cut "
+        "over tp / ep ranks.",
+    )
     prompts_per_iteration: Positive = Field(description="Prompts drawn in an iteration.")
     group_size: Positive = Field(description="Responses per prompt (the group).")
     temperature: Annotated[float, Field(gt=0)] = Field(
@@ -177,7 +206,14 @@ class RolloutSection(Section):
     presence_penalty: float = Field(0.0, description="Only 0.0 (off).")
     repetition_penalty: float = Field(1.0, description="Only 1.0 (off).")
     bucket_bytes: Positive = Field(
-        64 * 2**20, description="Size of a weight-transfer bucket, in bytes."
+        64 * 2**20,
+        description="Size of a weight-transfer bucket, in bytes; a transfer needs at most two more "
+        "of memory on a rank.",
+    )
+    verify_every: Positive = Field(
+        1,
+        description="Policy versions between those whose weights are read back from the generator "
+        "and compared; the first after each start always is, the others are marked unverified.",
     )
 
 

@@ -4,15 +4,17 @@ Every logical (HF-named) tensor is a rectangle; a `Placement` tells, for each ra
 rectangles of which logical tensors lie where in which of its own parameters.
 
 Megatron: vocabulary rows padded to a multiple of 128 · tp; `linear_qkv` holds, for each kv group,
-[the group's query heads, its key head, its value head]; `linear_fc1` is [gate shard; up shard].
+[the group's query heads, its key head, its value head]; `linear_fc1` is [gate shard; up shard];
+every expert has parameters of its own, cut over expert-tensor-parallel ranks.
 SGLang: vocabulary rows padded to a multiple of 64; `qkv_proj` is the rank's [queries; keys;
-values], with kv heads replicated when tp exceeds them; `gate_up_proj` is [gate shard; up shard].
+values], with kv heads replicated when tp exceeds them; `gate_up_proj` is [gate shard; up shard];
+`w13_weight` holds [gate shard; up shard] of the rank's experts one below the other, `w2_weight`
+their down projections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +22,16 @@ from megarl.contracts.mesh import Mesh
 from megarl.reshard.families import family_rules
 from megarl.reshard.families.rules import Part, Rule
 from megarl.reshard.families.spec import ModelSpec
-from megarl.reshard.placement import LayoutError, LogicalTensor, Padding, Piece, Placement
+from megarl.reshard.placement import (
+    LayoutError,
+    LogicalTensor,
+    Padding,
+    Pattern,
+    Piece,
+    Placed,
+    Placement,
+    Seat,
+)
 
 __all__ = [
     "LayoutError",
@@ -36,11 +47,11 @@ __all__ = [
 
 MEGATRON_VOCAB_DIVISOR = 128
 SGLANG_VOCAB_DIVISOR = 64
-SGLANG_CPU_FFN_DIVISOR = 32
+EMBEDDING, TIED_OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class Cut(NamedTuple):
-    """A piece without its names."""
+    """A seat without its rank."""
 
     row: int
     col: int
@@ -55,61 +66,66 @@ def padded_vocab(vocab: int, divisor: int) -> int:
     return -(-vocab // divisor) * divisor
 
 
-def _vocab_cut(spec: ModelSpec, padded: int, tp: int, index: int) -> list[Cut]:
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], 1) if len(shape) == 1 else (shape[0], shape[1])
+
+
+def _vocab_cut(rule: Rule, padded: int, tp: int, index: int) -> Iterator[Cut]:
     rows = padded // tp
     first = index * rows
-    held = min(first + rows, spec.vocab) - first
-    return [Cut(first, 0, held, spec.hidden, 0, 0)] if held > 0 else []
+    held = min(first + rows, rule.shape[0]) - first
+    if held > 0:
+        yield Cut(first, 0, held, _matrix(rule.shape)[1], 0, 0)
 
 
-def _plain_cut(part: Part, spec: ModelSpec, tp: int, index: int) -> list[Cut]:
+def _plain_cut(rule: Rule, tp: int, index: int) -> Cut:
     """The cuts that trainer and generator share."""
-    heads, ffn = spec.heads * spec.head_dim // tp, spec.ffn // tp
-    match part:
-        case Part.GATE:
-            return [Cut(index * ffn, 0, ffn, spec.hidden, 0, 0)]
+    rows, cols = _matrix(rule.shape)
+    match rule.part:
+        case Part.ROWS | Part.GATE:
+            return Cut(index * rows // tp, 0, rows // tp, cols, 0, 0)
         case Part.UP:
-            return [Cut(index * ffn, 0, ffn, spec.hidden, ffn, 0)]
-        case Part.ATTENTION_OUT:
-            return [Cut(0, index * heads, spec.hidden, heads, 0, 0)]
-        case Part.FFN_OUT:
-            return [Cut(0, index * ffn, spec.hidden, ffn, 0, 0)]
-        case Part.NORM:
-            return [Cut(0, 0, spec.hidden, 1, 0, 0)]
-    raise LayoutError(f"no cut for {part}")
+            return Cut(index * rows // tp, 0, rows // tp, cols, rows // tp, 0)
+        case Part.COLUMNS:
+            return Cut(0, index * cols // tp, rows, cols // tp, 0, 0)
+        case Part.WHOLE:
+            return Cut(0, 0, rows, cols, 0, 0)
+    raise LayoutError(f"no cut for {rule}")
 
 
-def _megatron_cut(part: Part, spec: ModelSpec, tp: int, index: int) -> list[Cut]:
-    if part is Part.VOCAB:
+def _megatron_cut(spec: ModelSpec, rule: Rule, tp: int, index: int) -> Iterator[Cut]:
+    if rule.part is Part.VOCAB:
         padded = padded_vocab(spec.vocab, MEGATRON_VOCAB_DIVISOR * tp)
-        return _vocab_cut(spec, padded, tp, index)
-    if part not in (Part.QUERY, Part.KEY, Part.VALUE):
-        return _plain_cut(part, spec, tp, index)
-    d = spec.head_dim
-    queries = spec.heads // spec.kv_heads * d
-    rows, offset = {
-        Part.QUERY: (queries, 0),
-        Part.KEY: (d, queries),
-        Part.VALUE: (d, queries + d),
-    }[part]
-    groups = spec.kv_heads // tp
-    return [
-        Cut((index * groups + g) * rows, 0, rows, spec.hidden, g * (queries + 2 * d) + offset, 0)
-        for g in range(groups)
-    ]
+        yield from _vocab_cut(rule, padded, tp, index)
+    elif rule.part in (Part.QUERY, Part.KEY, Part.VALUE):
+        d, cols = spec.head_dim, _matrix(rule.shape)[1]
+        queries = spec.heads // spec.kv_heads * d
+        rows, offset = {
+            Part.QUERY: (queries, 0),
+            Part.KEY: (d, queries),
+            Part.VALUE: (d, queries + d),
+        }[rule.part]
+        groups = spec.kv_heads // tp
+        for g in range(groups):
+            yield Cut((index * groups + g) * rows, 0, rows, cols, g * (queries + 2 * d) + offset, 0)
+    else:
+        yield _plain_cut(rule, tp, index)
 
 
-def _sglang_cut(part: Part, spec: ModelSpec, tp: int, index: int) -> list[Cut]:
-    if part is Part.VOCAB:
-        return _vocab_cut(spec, _sglang_vocab(spec, tp), tp, index)
-    if part not in (Part.QUERY, Part.KEY, Part.VALUE):
-        return _plain_cut(part, spec, tp, index)
-    queries = spec.heads // tp * spec.head_dim
-    if part is Part.QUERY:
-        return [Cut(index * queries, 0, queries, spec.hidden, 0, 0)]
-    keys = max(1, spec.kv_heads // tp) * spec.head_dim
-    first = index * spec.kv_heads // tp * spec.head_dim
-    return [Cut(first, 0, keys, spec.hidden, queries + (keys if part is Part.VALUE else 0), 0)]
+def _sglang_cut(spec: ModelSpec, rule: Rule, tp: int, index: int) -> Iterator[Cut]:
+    if rule.part is Part.VOCAB:
+        yield from _vocab_cut(rule, _sglang_vocab(spec, tp), tp, index)
+    elif rule.part in (Part.QUERY, Part.KEY, Part.VALUE):
+        cols = _matrix(rule.shape)[1]
+        queries = spec.heads // tp * spec.head_dim
+        if rule.part is Part.QUERY:
+            yield Cut(index * queries, 0, queries, cols, 0, 0)
+            return
+        keys = max(1, spec.kv_heads // tp) * spec.head_dim
+        first = index * spec.kv_heads // tp * spec.head_dim
+        yield Cut(first, 0, keys, cols, queries + (keys if rule.part is Part.VALUE else 0), 0)
+    else:
+        yield _plain_cut(rule, tp, index)
 
 
 def _sglang_vocab(spec: ModelSpec, tp: int) -> int:
@@ -118,150 +134,181 @@ def _sglang_vocab(spec: ModelSpec, tp: int) -> int:
     return padded if padded % tp == 0 else padded_vocab(spec.vocab, SGLANG_VOCAB_DIVISOR * tp)
 
 
-@dataclass
-class _Builder:
-    """Collects the pieces of one rank and the shapes they imply."""
+Cutter = Callable[[ModelSpec, Rule, int, int], Iterable[Cut]]
 
-    spec: ModelSpec
-    rank: int
-    vocab_rows: int
-    """Rows of the vocabulary-parallel parameters, padding included."""
 
-    def __post_init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.params: dict[str, tuple[int, ...]] = {}
-        self.padding: list[Padding] = []
+class _Patterns:
+    """Makes each distinct pattern once."""
 
-    def add(self, rule: Rule, param: str, cuts: list[Cut]) -> None:
-        shape = self.params.get(param, (0,) if len(rule.shape(self.spec)) == 1 else (0, 0))
-        one_column = len(shape) == 1
-        rows, cols = shape[0], 1 if one_column else shape[1]
-        for cut in cuts:
-            width = 1 if one_column else cut.cols
-            rows = max(rows, cut.param_row + cut.rows)
-            cols = max(cols, cut.param_col + width)
-            self.pieces.append(
-                Piece(
-                    self.rank,
-                    rule.hf,
-                    cut.row,
-                    cut.col,
-                    cut.rows,
-                    width,
-                    param,
-                    cut.param_row,
-                    cut.param_col,
+    def __init__(self, spec: ModelSpec, cut: Cutter) -> None:
+        self._spec, self._cut = spec, cut
+        self._made: dict[tuple, Pattern] = {}
+
+    def of(self, rule: Rule, owners: tuple[tuple[tuple[int, int], ...], ...], tp: int) -> Pattern:
+        """`owners`: by variant, the (rank, index among `tp`) that hold the tensor."""
+        # A fused up projection begins below the gate, so its part is what tells them apart.
+        key = (rule.part, rule.shape, owners, tp)
+        if key not in self._made:
+            cuts = [tuple(self._cut(self._spec, rule, tp, index)) for index in range(tp)]
+            self._made[key] = Pattern(
+                tuple(
+                    Seat(rank, *cut, variant)
+                    for variant, holders in enumerate(owners)
+                    for rank, index in holders
+                    for cut in cuts[index]
                 )
             )
-        if rule.part is Part.VOCAB:
-            if rows < self.vocab_rows:
-                pad = Padding(param, rows, 0, self.vocab_rows - rows, self.spec.hidden)
-                self.padding.append(pad)
-            rows, cols = self.vocab_rows, self.spec.hidden
-        self.params[param] = (rows,) if one_column else (rows, cols)
+        return self._made[key]
 
 
-def _placement(kind: str, spec: ModelSpec, builders: list[_Builder]) -> Placement:
-    return Placement(
-        kind=kind,
-        tensors={rule.hf: LogicalTensor(rule.hf, rule.shape(spec)) for rule in family_rules(spec)},
-        pieces=tuple(tuple(builder.pieces) for builder in builders),
-        params=tuple(builder.params for builder in builders),
-        padding=tuple(tuple(builder.padding) for builder in builders),
-    )
+def _tensors(spec: ModelSpec) -> dict[str, LogicalTensor]:
+    return {rule.hf: LogicalTensor(rule.hf, rule.shape, rule.dtype) for rule in family_rules(spec)}
 
 
-def _refuse_uneven(spec: ModelSpec, sizes: dict[str, int], tp: int, key: str) -> None:
+def _refuse_uneven(spec: ModelSpec, sizes: Mapping[str, int], by: int, key: str) -> None:
     for name, size in sizes.items():
-        if size % tp:
+        if size % by:
             raise LayoutError(f"{name} {size} of the {spec.family} model does not divide by {key}")
+
+
+def _dense_widths(spec: ModelSpec) -> dict[str, int]:
+    """Feed-forward widths that are cut over tensor-parallel ranks."""
+    widths = {}
+    if spec.moe is None or len(spec.moe.layers) < spec.layers:
+        widths["intermediate_size"] = spec.ffn
+    if spec.moe is not None and spec.moe.shared_ffn:
+        widths["shared expert width"] = spec.moe.shared_ffn
+    return widths
+
+
+def _refuse_megatron(spec: ModelSpec, mesh: Mesh) -> tuple[range, ...]:
+    """The layers of each model chunk; raises `LayoutError` when the model does not divide."""
+    heads = {"kv heads": spec.kv_heads} if spec.mla is None else {"attention heads": spec.heads}
+    _refuse_uneven(spec, heads | _dense_widths(spec), mesh.tp, f"actor.tp={mesh.tp}")
+    if spec.moe is not None:
+        _refuse_uneven(spec, {"experts": spec.moe.experts}, mesh.ep, f"actor.ep={mesh.ep}")
+        width = {"moe_intermediate_size": spec.moe.ffn}
+        _refuse_uneven(spec, width, mesh.etp, f"actor.expert_tp={mesh.etp}")
+    elif mesh.ep > 1 or mesh.expert_tp is not None:
+        raise LayoutError(
+            f"the {spec.family} model has no experts; leave out actor.ep and actor.expert_tp"
+        )
+    try:
+        return mesh.chunks(spec.layers)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error
 
 
 @lru_cache(maxsize=32)
 def megatron_placement(spec: ModelSpec, mesh: Mesh) -> Placement:
-    """The actor's layout: tp, pp stages of equal depth, data-parallel copies.
+    """The actor's layout: tp, pp stages or their virtual chunks, ep and expert tp, copies.
 
     The last stage of a tied model with pp > 1 holds a copy of the embedding as `output_layer`.
-    Raises `LayoutError` when the model does not divide.
+    With virtual stages, names begin with the chunk's, `chunk0.`. Raises `LayoutError` when the
+    model does not divide.
     """
-    tp = mesh.tp
-    _refuse_uneven(
-        spec, {"kv heads": spec.kv_heads, "intermediate_size": spec.ffn}, tp, f"actor.tp={tp}"
-    )
-    _refuse_uneven(spec, {"layers": spec.layers}, mesh.pp, f"actor.pp={mesh.pp}")
-    depth = spec.layers // mesh.pp
-    vocab_rows = padded_vocab(spec.vocab, MEGATRON_VOCAB_DIVISOR * tp) // tp
-    cuts = _cuts(_megatron_cut, spec, tp)
-    builders = []
+    chunks = _refuse_megatron(spec, mesh)
+    home = {layer: number for number, chunk in enumerate(chunks) for layer in chunk}
+    experts = spec.moe.experts // mesh.ep if spec.moe else 1
+    prefix = [
+        f"chunk{number // mesh.pp}." if mesh.virtual > 1 else "" for number in range(len(chunks))
+    ]
+    stages: list[list[int]] = [[] for _ in range(mesh.pp)]
     for rank in range(mesh.world):
-        builder = _Builder(spec, rank, vocab_rows)
-        stage, index = mesh.pp_index(rank), mesh.tp_index(rank)
-        last = stage == mesh.pp - 1
-        for rule in family_rules(spec):
-            cut = cuts[rule.part, index]
-            if rule.layer is not None:
-                if rule.layer // depth == stage:
-                    builder.add(rule, rule.megatron.format(layer=rule.layer % depth), cut)
-                continue
-            embeds = rule.megatron == "embedding.word_embeddings.weight"
-            if stage == 0 if embeds else last:
-                builder.add(rule, rule.megatron, cut)
-            if embeds and spec.tied and last and mesh.pp > 1:
-                builder.add(rule, "output_layer.weight", cut)
-        builders.append(builder)
-    return _placement("megatron", spec, builders)
+        stages[mesh.pp_index(rank)].append(rank)
+    dense = [tuple((rank, mesh.tp_index(rank)) for rank in ranks) for ranks in stages]
+    sparse = [
+        [
+            tuple((rank, mesh.etp_index(rank)) for rank in ranks if mesh.ep_index(rank) == index)
+            for index in range(mesh.ep)
+        ]
+        for ranks in stages
+    ]
+    patterns = _Patterns(spec, _megatron_cut)
+    vocab = (padded_vocab(spec.vocab, MEGATRON_VOCAB_DIVISOR * mesh.tp) // mesh.tp, spec.hidden)
+    fixed: list[dict[str, tuple[int, int]]] = [{} for _ in range(mesh.world)]
+    placed: dict[str, Placed] = {}
+    for rule in family_rules(spec):
+        embeds = rule.megatron == EMBEDDING
+        chunk = home[rule.layer] if rule.layer is not None else 0 if embeds else len(chunks) - 1
+        stage = chunk % mesh.pp
+        local = rule.layer - chunks[chunk].start if rule.layer is not None else 0
+        if rule.expert is not None:
+            owners, tp = (sparse[stage][rule.expert // experts],), mesh.etp
+            names = (rule.megatron.format(layer=local, expert=rule.expert % experts),)
+        else:
+            owners, tp = (dense[stage],), mesh.tp
+            names = (rule.megatron.format(layer=local),)
+        names = (prefix[chunk] + names[0],)
+        if embeds and spec.tied and mesh.pp > 1:
+            owners, names = (*owners, dense[-1]), (*names, prefix[-1] + TIED_OUTPUT)
+        placed[rule.hf] = Placed(patterns.of(rule, owners, tp), names)
+        if rule.part is Part.VOCAB:
+            for holders, name in zip(owners, names, strict=True):
+                for rank, _ in holders:
+                    fixed[rank][name] = vocab
+    return Placement("megatron", mesh.world, _tensors(spec), placed, fixed)
+
+
+def _refuse_sglang(spec: ModelSpec, mesh: Mesh) -> None:
+    if spec.head != "lm":
+        raise LayoutError(f"a model with a {spec.head} head generates nothing")
+    tp, key = mesh.rollout_tp, f"rollout.tp={mesh.rollout_tp}"
+    _refuse_uneven(spec, {"attention heads": spec.heads} | _dense_widths(spec), tp, key)
+    if spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads:
+        raise LayoutError(f"kv heads {spec.kv_heads} and {key} do not divide one another")
+    if spec.moe is not None:
+        ep = mesh.rollout_ep
+        _refuse_uneven(spec, {"experts": spec.moe.experts}, ep, f"rollout.ep={ep}")
+        width = {"moe_intermediate_size": spec.moe.ffn}
+        _refuse_uneven(spec, width, tp // ep, f"rollout.tp / rollout.ep = {tp // ep}")
+    elif mesh.rollout_ep > 1:
+        raise LayoutError(f"the {spec.family} model has no experts; leave out rollout.ep")
 
 
 @lru_cache(maxsize=32)
-def sglang_placement(spec: ModelSpec, mesh: Mesh, device: str | None = None) -> Placement:
+def sglang_placement(spec: ModelSpec, mesh: Mesh) -> Placement:
     """The rollout's layout: replicas of `mesh.rollout_tp` ranks over the whole world.
 
-    Raises `LayoutError` when the model does not divide, and with `device="cpu"` also where
-    SGLang's CPU build would pad heads or the feed-forward width, or ignore the head size: none of
-    it is described here.
+    Raises `LayoutError` when the model does not divide.
     """
-    tp = mesh.rollout_tp
-    key = f"rollout.tp={tp}"
-    _refuse_uneven(spec, {"attention heads": spec.heads, "intermediate_size": spec.ffn}, tp, key)
-    if spec.kv_heads % tp and tp % spec.kv_heads:
-        raise LayoutError(f"kv heads {spec.kv_heads} and {key} do not divide one another")
-    if device == "cpu":
-        if spec.family == "qwen2" and spec.head_dim * spec.heads != spec.hidden:
-            raise LayoutError(
-                f"SGLang on CPU ignores the head_dim {spec.head_dim} of a qwen2 model and takes "
-                f"hidden_size / heads = {spec.hidden}/{spec.heads}; choose another model"
-            )
-        _refuse_uneven(spec, {"kv heads": spec.kv_heads}, tp, f"{key}, as SGLang on CPU needs")
-        # On one rank the width is padded as well.
-        width = SGLANG_CPU_FFN_DIVISOR * tp
-        _refuse_uneven(
-            spec,
-            {"intermediate_size": spec.ffn},
-            width,
-            f"{width}, as SGLang on CPU with {key} needs",
+    _refuse_sglang(spec, mesh)
+    tp, moe_tp = mesh.rollout_tp, mesh.rollout_tp // mesh.rollout_ep
+    dense = tuple((rank, rank % tp) for rank in range(mesh.world))
+    sparse = [
+        tuple((rank, index % moe_tp) for rank, index in dense if index // moe_tp == block)
+        for block in range(mesh.rollout_ep)
+    ]
+    patterns = _Patterns(spec, _sglang_cut)
+    vocab = (_sglang_vocab(spec, tp) // tp, spec.hidden)
+    fixed: dict[str, tuple[int, int]] = {}
+    placed: dict[str, Placed] = {}
+    for rule in family_rules(spec):
+        if rule.expert is None:
+            pattern = patterns.of(rule, (dense,), tp)
+            placed[rule.hf] = Placed(pattern, (rule.sglang,), rule.sglang_row)
+            if rule.part is Part.VOCAB:
+                fixed[rule.sglang] = vocab
+            continue
+        experts = spec.moe.experts // mesh.rollout_ep
+        gates = rule.part in (Part.GATE, Part.UP)
+        height = 2 * rule.shape[0] // moe_tp if gates else rule.shape[0]
+        placed[rule.hf] = Placed(
+            patterns.of(rule, (sparse[rule.expert // experts],), moe_tp),
+            (rule.sglang,),
+            rule.expert % experts * height,
         )
-    vocab_rows = _sglang_vocab(spec, tp) // tp
-    cuts = _cuts(_sglang_cut, spec, tp)
-    builders = []
-    for rank in range(mesh.world):
-        builder = _Builder(spec, rank, vocab_rows)
-        for rule in family_rules(spec):
-            builder.add(rule, rule.sglang, cuts[rule.part, rank % tp])
-        builders.append(builder)
-    return _placement("sglang", spec, builders)
+    return Placement("sglang", mesh.world, _tensors(spec), placed, (fixed,) * mesh.world)
 
 
 @lru_cache(maxsize=32)
 def hf_placement(spec: ModelSpec, mesh: Mesh) -> Placement:
     """The HF file's layout: rank 0 holds every tensor whole, under its HF name."""
-    builders = [_Builder(spec, rank, spec.vocab) for rank in range(mesh.world)]
-    for rule in family_rules(spec):
-        tensor = LogicalTensor(rule.hf, rule.shape(spec))
-        builders[0].add(rule, rule.hf, [Cut(0, 0, tensor.rows, tensor.cols, 0, 0)])
-    return _placement("hf", spec, builders)
-
-
-def _cuts(
-    cut: Callable[[Part, ModelSpec, int, int], list[Cut]], spec: ModelSpec, tp: int
-) -> dict[tuple[Part, int], list[Cut]]:
-    return {(part, index): cut(part, spec, tp, index) for part in Part for index in range(tp)}
+    whole = {
+        (rows, cols): Pattern((Seat(0, 0, 0, rows, cols, 0, 0),))
+        for rows, cols in {_matrix(rule.shape) for rule in family_rules(spec)}
+    }
+    placed = {
+        rule.hf: Placed(whole[_matrix(rule.shape)], (rule.hf,)) for rule in family_rules(spec)
+    }
+    return Placement("hf", mesh.world, _tensors(spec), placed, ({},) * mesh.world)

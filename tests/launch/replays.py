@@ -23,8 +23,8 @@ def gradients(run: Path, iteration: int, *overrides: str) -> dict[str, Any]:
     from megarl.models.build import destroy_mesh
     from megarl.modes.launch import Source
     from megarl.modes.sealed_updates import load_source, reload
-    from megarl.process import mesh_of
     from megarl.recipe import load_recipe
+    from megarl.recipe.layout import mesh_of
     from megarl.reshard.families import read_spec
     from megarl.world import World
 

@@ -38,7 +38,7 @@ def _publish(folders: list[str], tp: int, rollout_tp: int) -> list[str]:
         generator = Generator(folder, mesh, world.rank, section(tp=rollout_tp), 1, CPU)
         live = generator.named_parameters()
         loaded = {name: param.detach().clone() for name, param in live.items()}
-        target = sglang_placement(spec, mesh, "cpu")
+        target = sglang_placement(spec, mesh)
         for param in live.values():
             param.data.fill_(float("nan"))
         resharder = Resharder(

@@ -54,10 +54,10 @@ def check(source: Placement, target: Placement) -> None:
     carry_out(list(plan.copies), sources, targets)
     for rank in range(source.world):
         assert same_bits(targets[rank], make_shards(target, rank, whole))
-    assert plan.elements_sent == plan.bound == _bound(source, target)
+    assert plan.elements_sent == plan.bound == bound_of(source, target)
 
 
-def _bound(source: Placement, target: Placement) -> int:
+def bound_of(source: Placement, target: Placement) -> int:
     """Elements that ranks want and do not hold, counted one by one."""
 
     def held(pieces: tuple[Piece, ...]) -> dict[str, set]:
@@ -113,7 +113,7 @@ def _strips(kind: str, cuts: list[tuple[int, list[int]]], rows: int, cols: int) 
             name = f"p{row}"
             pieces[rank].append(Piece(rank, "w", row, 0, end - row, cols, name, 0, 0))
             params[rank][name] = (end - row, cols)
-    return Placement(kind, {"w": tensor}, tuple(map(tuple, pieces)), tuple(params), ((),) * 4)
+    return Placement.of_pieces(kind, {"w": tensor}, pieces, params, ((),) * 4)
 
 
 strips = st.lists(
@@ -190,7 +190,7 @@ def test_what_cannot_be_filled_is_refused_by_name() -> None:
     full, part = _strips("source", hole, 12, 1), _strips("source", hole, 8, 1)
     with pytest.raises(PlanError, match="w is LogicalTensor.*12.*and LogicalTensor.*8"):
         make_plan(full, part)
-    lacking = Placement(
+    lacking = Placement.of_pieces(
         "source",
         full.tensors,
         (full.pieces[0], (), (), ()),
@@ -199,7 +199,7 @@ def test_what_cannot_be_filled_is_refused_by_name() -> None:
     )
     with pytest.raises(PlanError, match="w: the source layout does not hold all of rows 4 to 11"):
         make_plan(lacking, full)
-    nobody = Placement("target", full.tensors, ((),) * 4, ({},) * 4, full.padding)
+    nobody = Placement.of_pieces("target", full.tensors, ((),) * 4, ({},) * 4, full.padding)
     with pytest.raises(PlanError, match="w: no rank of the target layout takes it"):
         make_plan(full, nobody)
 
@@ -212,7 +212,7 @@ def test_an_element_taken_twice_is_refused() -> None:
         (),
         (),
     )
-    twice = Placement(
+    twice = Placement.of_pieces(
         "target", once.tensors, pieces, ({"a": (4, 1), "b": (2, 1)}, {}, {}, {}), once.padding
     )
     with pytest.raises(PlanError, match="takes elements twice, into a and b"):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptSet
 from megarl.recipe.sections import DataSection
+from megarl.reshard.families import FAMILIES, read_spec
 from tools import make_tiny_model
 from tools.quickstart.accuracy import responses
 from tools.quickstart.build import Built, build
@@ -86,6 +87,21 @@ def test_the_folder_is_a_hugging_face_model_cut_evenly_by_two(built):
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_made_and_read(tmp_path, family):
+    build(tmp_path, 1, WarmUp(steps=1, batch=2), lambda step, loss: None, family)
+    spec = read_spec(tmp_path / "model")
+    tokens = Tokens.load(tmp_path / "model")
+    assert spec.family == family
+    assert spec.head_dim == 32 or spec.mla.nope_dim == 32
+    assert spec.vocab == tokens.vocab_size and tokens.known_ids.all()
+    prompt = tokens.render("What is 23 + 45?")
+    assert tokens.decode(prompt) == "Q: What is 23 + 45?\nA:" and prompt[0] == tokens.bos_id
+    # What is trained on: digits one by one, the answer's leading space its own piece's.
+    assert len(tokens.encode(" 23 + 45")) >= 7 and tokens.decode(tokens.encode(" 8")) == " 8"
+    assert (spec.moe is not None) == (family in ("deepseek_v3", "mixtral", "qwen3_moe"))
+
+
 def test_the_rows_are_prompts_that_the_template_renders(built):
     folder, result, _ = built
     tokens = Tokens.load(folder / "model")
@@ -148,10 +164,10 @@ def test_a_folder_of_someone_elses_is_left_alone(tmp_path, capsys):
 
 
 def test_a_folder_that_is_there_is_kept_unless_forced(tmp_path, monkeypatch, capsys):
-    made: list[int] = []
+    made: list[tuple[int, str]] = []
 
-    def make(temporary: Path, seed: int, folder: Path) -> None:
-        made.append(seed)
+    def make(temporary: Path, seed: int, folder: Path, family: str) -> None:
+        made.append((seed, family))
         (temporary / "data").mkdir()
 
     monkeypatch.setattr(make_tiny_model, "_make", make)
@@ -161,9 +177,11 @@ def test_a_folder_that_is_there_is_kept_unless_forced(tmp_path, monkeypatch, cap
         ["--seed", "3"],
         ["--seed", "3", "--force"],
         ["--seed", "4"],
+        ["--seed", "4", "--family", "qwen3"],
+        ["--seed", "4", "--family", "qwen3"],
     ):
         assert make_tiny_model.main([*arguments, *out]) == 0
-    assert made == [3, 3, 4]
+    assert made == [(3, "llama"), (3, "llama"), (4, "llama"), (4, "qwen3")]
     assert "is there, complete; --force makes it anew" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "COMPLETE.json").read_text())["hash"]
 

@@ -1,4 +1,4 @@
-"""Makes the quickstart: tokenizer, data, and a warmed-up model in Hugging Face's Llama layout."""
+"""Makes the quickstart: tokenizer, data, and a warmed-up model in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -6,17 +6,55 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from sentencepiece import SentencePieceProcessor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megarl.contracts.tokens import Tokens
+from megarl.reshard.families import FAMILIES
 from tools.quickstart.accuracy import accuracy
 from tools.quickstart.task import Problem, all_problems, shuffled
-from tools.quickstart.tokenizer import train_tokenizer
+from tools.quickstart.tokenizer import Pieces, make_tokenizer
 from tools.quickstart.warmup import WarmUp, warm_up
+
+EXPERTS = {"num_experts_per_tok": 2}
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": EXPERTS
+    | {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "n_group": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 96,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 32,
+    },
+    "mistral": {"sliding_window": None},
+    # Experts of half the width: a token meets as many weights as in a dense model.
+    "mixtral": EXPERTS | {"num_local_experts": 4, "intermediate_size": 192},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": EXPERTS
+    | {
+        "head_dim": 32,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+    },
+}
+"""What a family's config says beyond, or other than, the numbers of all."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +70,13 @@ class Built:
     """Held-out accuracy, sampled at temperature 1."""
 
 
-def model_config(pieces: SentencePieceProcessor) -> LlamaConfig:
-    """472 k parameters; heads, groups and ffn divide by tensor parallel sizes 1 and 2.
+def model_config(pieces: Pieces, family: str = "llama") -> PreTrainedConfig:
+    """472 k parameters as Llama; heads, groups and ffn divide by tensor parallel sizes 1 and 2.
 
     The vocabulary is the pieces exactly (every id that can be sampled can be decoded), and half of
     the ffn is a multiple of 32, so that SGLang's CPU shards carry no padding.
     """
-    return LlamaConfig(
+    numbers: dict[str, Any] = dict(
         vocab_size=pieces.get_piece_size(),
         hidden_size=128,
         intermediate_size=384,
@@ -56,10 +94,16 @@ def model_config(pieces: SentencePieceProcessor) -> LlamaConfig:
         pad_token_id=None,
         dtype="float32",
     )
+    kind = getattr(transformers, f"{FAMILIES[family].prefix}Config")
+    return kind(**numbers | MORE.get(family, {}))
 
 
 def build(
-    folder: Path, seed: int, settings: WarmUp, on_step: Callable[[int, float], None]
+    folder: Path,
+    seed: int,
+    settings: WarmUp,
+    on_step: Callable[[int, float], None],
+    family: str = "llama",
 ) -> Built:
     """Fill the empty `folder` with `model/` and `data/`; the same bytes for the same seed.
 
@@ -71,8 +115,8 @@ def build(
     torch.manual_seed(seed)
     model_folder = folder / "model"
     model_folder.mkdir()
-    pieces = train_tokenizer(model_folder, seed)
-    model = LlamaForCausalLM(model_config(pieces))
+    pieces = make_tokenizer(model_folder, seed, family)
+    model = AutoModelForCausalLM.from_config(model_config(pieces, family))
     train = shuffled(all_problems(held_out=False), seed)
     held_out = shuffled(all_problems(held_out=True), seed)
     write_rows(folder / "data" / "train.jsonl", train)

@@ -19,26 +19,27 @@ class FolderError(RuntimeError):
     """A folder that this tool will not touch; one line."""
 
 
-def recipe_hash(seed: int) -> str:
-    """Over all that decides the content: the code here, the seed, the libraries' versions."""
+def recipe_hash(seed: int, family: str) -> str:
+    """Over all that decides the content: the code here, seed, family, the libraries' versions."""
     code = sorted(Path(__file__).parent.glob("*.py"))
     libraries = ("torch", "transformers", "sentencepiece")
     return contract_hash(
         {
             "seed": seed,
+            "family": family,
             "code": {path.name: file_hash(path) for path in code},
             "libraries": {name: version(name) for name in libraries},
         }
     )
 
 
-def is_complete(folder: Path, seed: int) -> bool:
-    """Whether `folder` was made whole by this very code, with this seed."""
-    return _made_by(folder) == recipe_hash(seed)
+def is_complete(folder: Path, seed: int, family: str = "llama") -> bool:
+    """Whether `folder` was made whole by this very code, with this seed and family."""
+    return _made_by(folder) == recipe_hash(seed, family)
 
 
 @contextmanager
-def replaced_when_done(folder: Path, seed: int) -> Iterator[Path]:
+def replaced_when_done(folder: Path, seed: int, family: str = "llama") -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place on success, and goes on failure.
 
     Raises `FolderError` when something stands in the place that this tool did not make.
@@ -52,7 +53,7 @@ def replaced_when_done(folder: Path, seed: int) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        marker = {"made_by": "tools/make_tiny_model.py", "hash": recipe_hash(seed)}
+        marker = {"made_by": "tools/make_tiny_model.py", "hash": recipe_hash(seed, family)}
         (temporary / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         if folder.exists():
             old = folder.with_name(f".{folder.name}.{os.getpid()}.old")

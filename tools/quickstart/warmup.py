@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from sentencepiece import SentencePieceProcessor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tools.quickstart.task import Problem
-from tools.quickstart.tokenizer import prompt_text
+from tools.quickstart.tokenizer import Pieces, prompt_text
 
 IGNORED = -100
 
@@ -49,7 +48,7 @@ class WarmUp:
 
 def warm_up(
     model: PreTrainedModel,
-    pieces: SentencePieceProcessor,
+    pieces: Pieces,
     problems: Sequence[Problem],
     settings: WarmUp,
     seed: int,
@@ -87,7 +86,7 @@ def warm_up(
 
 def _batch(
     rng: random.Random,
-    pieces: SentencePieceProcessor,
+    pieces: Pieces,
     problems: Sequence[Problem],
     size: int,
     estimates: Sequence[float],

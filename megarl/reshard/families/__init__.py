@@ -1,17 +1,34 @@
-"""Model families: short tables of names and rules, shared by resharding and conversion."""
+"""Model families: short tables of names and rules, shared by resharding and conversion.
+
+Every module here that holds a `FAMILY` is one, named as its config's `model_type`; docs/families.md
+tells how to add another.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
-from megarl.reshard.families import llama, qwen2
-from megarl.reshard.families.config import FolderError, dense_spec, read_config
+from megarl.reshard.families.config import FolderError, read_config
+from megarl.reshard.families.family import Family
+from megarl.reshard.families.read import spec_of
 from megarl.reshard.families.rules import Rule
 from megarl.reshard.families.spec import ModelSpec
 
-FAMILIES = {"llama": llama, "qwen2": qwen2}
+_NAMES = [each.name for each in iter_modules(__path__) if not each.name.startswith("_")]
+_MODULES = {name: import_module(f"{__name__}.{name}") for name in _NAMES}
+FAMILIES: dict[str, Family] = {
+    name: module.FAMILY for name, module in sorted(_MODULES.items()) if hasattr(module, "FAMILY")
+}
 """By the config's `model_type`."""
+
+REFUSED = {
+    "deepseek_v2": "transformers computes it without YaRN's scale on attention scores, and its "
+    "choice of groups not at all"
+}
+"""`model_type` → why there is no family of it."""
 
 __all__ = ["FAMILIES", "FolderError", "ModelSpec", "Rule", "family_rules", "read_spec"]
 
@@ -24,15 +41,16 @@ def read_spec(folder: Path) -> ModelSpec:
     """
     config = read_config(folder)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise FolderError(
-            f"{Path(folder) / 'config.json'}: model_type {kind!r} is not handled; "
-            f"handled: {', '.join(sorted(FAMILIES))}"
+            f"{Path(folder) / 'config.json'}: model_type {kind!r} is not handled{why}; "
+            f"handled: {', '.join(FAMILIES)}"
         )
-    return dense_spec(folder, config, FAMILIES[kind].FAMILY)
+    return spec_of(folder, config, kind, FAMILIES[kind])
 
 
 @lru_cache(maxsize=32)
 def family_rules(spec: ModelSpec) -> tuple[Rule, ...]:
-    """One rule per logical tensor of the model, in HF's order."""
+    """One rule per logical tensor of the model, in depth order."""
     return FAMILIES[spec.family].rules(spec)

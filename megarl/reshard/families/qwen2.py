@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.reshard.families.config import Family
-from megarl.reshard.families.rules import dense_rules
+from megarl.reshard.families.family import WINDOW_OFF, WINDOW_UNUSED, Family
 
 FAMILY = Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    qkv_bias=True,
-    only={
-        "use_sliding_window": (False,),
-        "hidden_act": ("silu",),
-        "attention_dropout": (0, 0.0),
-    },
-    optional=frozenset({"head_dim", "tie_word_embeddings"}),
+    prefix="Qwen2",
+    only={**WINDOW_OFF, "use_mrope": (False,)},
     required=frozenset({"num_key_value_heads"}),
-    # Without `use_sliding_window` these two change nothing; `layer_types` is checked by value.
-    harmless=frozenset({"sliding_window", "max_window_layers", "layer_types"}),
+    harmless=WINDOW_UNUSED,
+    qkv_bias=True,
 )
-rules = dense_rules
