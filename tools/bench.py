@@ -12,11 +12,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench import checkpoint, experience, loop, peer_trl  # noqa: E402
+from tools.bench import (  # noqa: E402
+    checkpoint,
+    convert,
+    experience,
+    loop,
+    peer_trl,
+    reshard,
+    reshard_growth,
+)
 from tools.bench.harness import Bench, BenchError, report  # noqa: E402
 
 BENCHES: dict[str, Bench] = {
-    bench.name: bench for bench in (loop.BENCH, peer_trl.BENCH, experience.BENCH, checkpoint.BENCH)
+    module.BENCH.name: module.BENCH
+    for module in (loop, peer_trl, experience, checkpoint, convert, reshard, reshard_growth)
 }
 
 

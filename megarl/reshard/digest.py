@@ -1,12 +1,26 @@
 """A digest of each logical tensor that does not depend on how it is laid out.
 
-    digest = Σ_i a_i · (Σ_j x_ij · b_j)   modulo 2^64
+    digest = Σ_i a_i · Σ_j f_j(x_ij)   modulo 2^64
 
 over logical rows i and columns j. x_ij are the element's raw bits as a signed integer of its own
-width; a_i is odd, mixed from the tensor's name and i; b_j is odd, mixed from j. An odd factor is
-invertible modulo 2^64, so a change of one element always changes the digest; and sums over
-disjoint parts add up, whoever holds them. It guards against faults, not against an adversary.
-A 1-D tensor of n elements is n × 1.
+width; a_i is odd, mixed from the tensor's name and i. For elements of up to 32 bits
+
+    p = b_j · x                 modulo 2^32, signed
+    q = c_j · ⌊p / 2^16⌋        modulo 2^32
+    f_j(x) = p + 2^32 · q  for even j,  q + 2^32 · p  for odd j    (p and q unsigned)
+
+with b_j and c_j odd, mixed from j; for 64-bit elements f_j(x) = b_j · x with an odd 64-bit b_j.
+All of it is 32-bit arithmetic on blocks that stay in cache: the products of two neighbouring
+columns, read as one 64-bit number, are p + 2^32 · p' and add up as they lie.
+
+A change of one element always changes the digest. An odd factor is invertible modulo 2^32, so p
+changes. For even j, f changes modulo 2^32. For odd j it does so too where q changes; where q stays,
+f changes by 2^32 times the change of p, and that is no multiple of 2^64. a_i is invertible modulo
+2^64. q is there for several changes at once: b_j · x moves a change of x only upwards, so that
+signs flipped in one row would cancel in p alone every second time.
+
+Sums over disjoint parts add up, whoever holds them. The digest guards against faults, not against
+an adversary. A 1-D tensor of n elements is n × 1.
 """
 
 from __future__ import annotations
@@ -19,15 +33,19 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from megarl.reshard.matrix import held_as, window
 from megarl.reshard.placement import Piece, Placement
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """splitmix64 (Steele, Lea, Flood 2014)."""
 COLUMNS = "columns"
-"""Seeds b, as a tensor's name seeds its a."""
-CPU_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 22
-"""Elements worked at once: int64 products that stay in a CPU's cache, few kernels elsewhere."""
+"""Seeds the columns' factors, as a tensor's name seeds its a."""
+CPU_BLOCK, DEVICE_BLOCK = 1 << 19, 1 << 22
+"""Elements worked at once. On a CPU their products (4 bytes, twice) stay in its last cache, and a
+call of torch costs little beside them."""
+COLUMN_STEP = 1 << 13
+"""Columns whose factors are made at a time."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,9 +69,18 @@ def coefficients(seed: str, first: int, count: int) -> Tensor:
     return torch.from_numpy(z.view(np.int64))
 
 
-@lru_cache(maxsize=64)
-def _column_factors(first: int, count: int, device: torch.device) -> Tensor:
-    return coefficients(COLUMNS, first, count).to(device)
+@lru_cache(maxsize=16)
+def _factors_up_to(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    wide = coefficients(COLUMNS, 0, count)
+    low, high = wide.view(torch.int32).view(-1, 2).unbind(1)
+    return low.contiguous().to(device), (high | 1).to(device), wide.to(device)
+
+
+def _column_factors(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """b and c, int32, and the 64-bit b, each [count], of logical columns `first …`."""
+    ready = _factors_up_to(-(-(first + count) // COLUMN_STEP) * COLUMN_STEP, device)
+    b, c, wide = (factors[first : first + count] for factors in ready)
+    return b, c, wide
 
 
 def scratch_for(device: torch.device) -> Tensor:
@@ -63,19 +90,50 @@ def scratch_for(device: torch.device) -> Tensor:
 
 
 def row_sums(block: Tensor, col: int, dtype: torch.dtype, out: Tensor, scratch: Tensor) -> None:
-    """Σ_j x_ij · b_j of each row, after the cast to `dtype`, into `out` int64 [rows].
+    """Σ_j f_j(x_ij) of each row, after the cast to `dtype`, into `out` int64 [rows].
 
     `block`: 2-D, any float dtype; `col`: the logical column of its first; `scratch`: int64, flat.
     """
     rows, cols = block.shape
-    if scratch.numel() < cols:
-        scratch = torch.empty(cols, dtype=torch.int64, device=block.device)
-    factors = _column_factors(col, cols, block.device)
-    step = scratch.numel() // cols
+    b, c, wide = _column_factors(col, cols, block.device)
+    if scratch.numel() < cols + 4:
+        scratch = torch.empty(cols + 4, dtype=torch.int64, device=block.device)
+    step = min(rows, scratch.numel() // (cols + 4))
+    half = scratch.numel() // 2
+    if dtype.itemsize < 8:
+        ps, p_pairs = _paired(scratch[:half], step, cols, col % 2)
+        qs, q_pairs = _paired(scratch[half:], step, cols, 1 - col % 2)
     for row in range(0, rows, step):
         bits = block[row : row + step].to(dtype).view(BITS[dtype.itemsize])
-        products = scratch[: bits.numel()].view(bits.shape)
-        torch.sum(products.copy_(bits).mul_(factors), dim=1, out=out[row : row + step])
+        count = len(bits)
+        sums = out[row : row + count]
+        if dtype.itemsize == 8:
+            products = scratch[: count * cols].view(count, cols)
+            torch.sum(torch.mul(bits, wide, out=products), dim=1, out=sums)
+            continue
+        p = ps[:count]
+        if bits.dtype == torch.int32:
+            torch.mul(bits, b, out=p)
+        else:
+            p.copy_(bits).mul_(b)
+        torch.sum(p_pairs[:count], dim=1, out=sums)
+        torch.mul(p.bitwise_right_shift_(16), c, out=qs[:count])
+        sums.add_(torch.sum(q_pairs[:count], dim=1))
+
+
+def _paired(room: Tensor, rows: int, cols: int, shift: int) -> tuple[Tensor, Tensor]:
+    """int32 [rows, cols] in `room` (int64, flat), and the int64 pairs of columns that it fills.
+
+    With `shift` 1 its first column is the second of a pair. Halves beside it are zero.
+    """
+    width = (shift + cols + 1) // 2
+    pairs = room[: rows * width].view(rows, width)
+    halves = pairs.view(torch.int32)
+    if shift:
+        halves[:, 0] = 0
+    if (shift + cols) % 2:
+        halves[:, -1] = 0
+    return halves[:, shift : shift + cols], pairs
 
 
 def block_digest(block: Tensor, name: str, row: int, col: int) -> int:
@@ -98,8 +156,7 @@ class Digester:
     def __init__(
         self, placement: Placement, rank: int, params: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        """`dtype`: the digest is of the elements cast to it."""
-        self.dtype = dtype
+        """`dtype`: the model's; the digest is of the elements cast to what it holds them in."""
         self.params = params
         self.tensors = len(placement.tensors)
         numbers = {name: number for number, name in enumerate(placement.tensors)}
@@ -107,6 +164,7 @@ class Digester:
             placement.pieces[rank], key=lambda p: (p.param, p.param_col, p.cols, p.col, p.param_row)
         )
         self.runs = _runs(pieces)
+        self.dtypes = {p.param: held_as(placement.tensors[p.tensor], dtype) for p in pieces}
         self.rows = sum(piece.rows for piece in pieces)
         device = next(iter(params.values())).device if params else torch.device("cpu")
         factors = [coefficients(piece.tensor, piece.row, piece.rows) for piece in pieces]
@@ -122,10 +180,8 @@ class Digester:
         scratch = scratch_for(sums.device)
         at = 0
         for param, param_row, param_col, rows, cols, col in self.runs:
-            tensor = self.params[param].detach()
-            matrix = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
-            block = matrix[param_row : param_row + rows, param_col : param_col + cols]
-            row_sums(block, col, self.dtype, sums[at : at + rows], scratch)
+            block = window(self.params[param], param_row, param_col, rows, cols)
+            row_sums(block, col, self.dtypes[param], sums[at : at + rows], scratch)
             at += rows
         total = torch.zeros(self.tensors, dtype=torch.int64, device=sums.device)
         return total.index_add_(0, self.owners, sums.mul_(self.factors)).cpu()

@@ -9,6 +9,7 @@ All three are collective over the default group; an error is raised on every ran
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ from megarl.reshard.digest import (
     drift_message,
     joined,
 )
-from megarl.reshard.exchange import Exchange, window
+from megarl.reshard.exchange import Exchange
+from megarl.reshard.matrix import held_as, window
 from megarl.reshard.placement import LayoutError, Placement
 from megarl.reshard.plan import Plan, make_plan
 from megarl.world import World
@@ -72,7 +74,8 @@ class Resharder:
         """`source_params` and `target_params`: every live parameter of this rank's two models.
 
         `dtype` is the target's: source elements are cast to it, rounded to nearest even, before
-        they are sent and before they are digested. `bucket_bytes` bounds each of the two buffers.
+        they are sent and before they are digested. The transfer holds four buffers of half of
+        `bucket_bytes`.
         """
         self.source, self.target = source, target
         self.target_params = target_params
@@ -86,7 +89,7 @@ class Resharder:
             raise LayoutError("; ".join(told[:3]) + more)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         self.plan = make_plan(source, target, ranks_per_node)
-        self.exchange = self._exchange(self.plan, target_params)
+        self.exchanges = self._exchanges(self.plan, target_params)
         self.source_digester = Digester(source, world.rank, source_params, dtype)
         self.target_digester = Digester(target, world.rank, target_params, dtype)
 
@@ -100,13 +103,14 @@ class Resharder:
     def transfer(self) -> TransferStats:
         """Write every target parameter of this rank in place; padding stays as it is."""
         began = time.perf_counter()
-        self.exchange.run()
+        for exchange in self.exchanges:
+            exchange.run()
         platform_of(self.world.device.type).synchronize(self.world.device)
-        size = self.dtype.itemsize
+        plans = self._by_dtype(self.plan)
         return TransferStats(
-            bytes_sent=self.plan.elements_sent * size,
-            bytes_local=self.plan.elements_local * size,
-            bytes_bound=self.plan.bound * size,
+            bytes_sent=sum(plan.elements_sent * kind.itemsize for kind, plan in plans.items()),
+            bytes_local=sum(plan.elements_local * kind.itemsize for kind, plan in plans.items()),
+            bytes_bound=sum(plan.bound * kind.itemsize for kind, plan in plans.items()),
             seconds=time.perf_counter() - began,
         )
 
@@ -129,16 +133,29 @@ class Resharder:
             raise DigestError("; ".join(manifest.differences(held)[:3]))
         return held
 
-    def _exchange(self, plan: Plan, target_params: Mapping[str, Tensor]) -> Exchange:
-        return Exchange(
-            plan,
-            self.world.rank,
-            self.source_params,
-            target_params,
-            self.dtype,
-            self.bucket_bytes,
-            self.world.device,
-        )
+    def _by_dtype(self, plan: Plan) -> dict[torch.dtype, Plan]:
+        """The parts of `plan` that move tensors of one dtype; one part but for few families."""
+        names: dict[torch.dtype, set[str]] = {}
+        for share in plan.shares:
+            for _, name, _, _ in share.members:
+                names.setdefault(held_as(self.target.tensors[name], self.dtype), set()).add(name)
+        if len(names) == 1:
+            return dict.fromkeys(names, plan)
+        return {dtype: plan.only(part) for dtype, part in names.items()}
+
+    def _exchanges(self, plan: Plan, target_params: Mapping[str, Tensor]) -> list[Exchange]:
+        return [
+            Exchange(
+                part,
+                self.world.rank,
+                self.source_params,
+                target_params,
+                dtype,
+                self.bucket_bytes,
+                self.world.device,
+            )
+            for dtype, part in self._by_dtype(plan).items()
+        ]
 
     def _diagnosis(self, wrong: list[str]) -> str:
         """What differs, where, on which ranks: the wrong tensors sent once more, and compared."""
@@ -153,17 +170,19 @@ class Resharder:
 
     def _difference(self, name: str) -> str | None:
         plan = self.plan.only({name})
+        dtype = held_as(self.target.tensors[name], self.dtype)
         mine = [copy for copy in plan.copies if copy.target == self.world.rank]
         scratch = {
             copy.target_param: torch.empty_like(self.target_params[copy.target_param])
             for copy in mine
         }
-        self._exchange(plan, scratch).run()
+        for exchange in self._exchanges(plan, scratch):
+            exchange.run()
         differ, total, first = 0, 0, None
         for copy in mine:
             box = (copy.target_row, copy.target_col, copy.rows, copy.cols)
             live, right = (
-                window(params[copy.target_param], *box).view(BITS[self.dtype.itemsize])
+                window(params[copy.target_param], *box).view(BITS[dtype.itemsize])
                 for params in (self.target_params, scratch)
             )
             places = (live != right).nonzero()
@@ -200,13 +219,23 @@ def weight_manifest(
 def _manifest_of(
     placement: Placement, whole: Mapping[str, int], dtype: torch.dtype
 ) -> WeightManifest:
-    kind = str(dtype).removeprefix("torch.")
     return WeightManifest(
         tuple(
-            TensorEntry(name, tuple(tensor.shape), kind, whole[name])
+            TensorEntry(
+                name,
+                tuple(tensor.shape),
+                str(held_as(tensor, dtype)).removeprefix("torch."),
+                whole[name],
+            )
             for name, tensor in placement.tensors.items()
         )
     )
+
+
+def _flat_shape(param: Tensor) -> tuple[int, ...]:
+    """As layouts tell shapes: 1-D as it is, else a matrix whose rows are all leading dimensions."""
+    shape = tuple(param.shape)
+    return shape if len(shape) == 1 else (math.prod(shape[:-1]), *shape[-1:])
 
 
 def param_faults(
@@ -215,8 +244,13 @@ def param_faults(
     params: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """One line for each live parameter of `rank` that is not as `placement` says."""
+    """One line for each live parameter of `rank` that is not as `placement` says, and with `dtype`,
+    the model's, held in what it should be."""
     expected = placement.params[rank]
+    kinds = {
+        piece.param: held_as(placement.tensors[piece.tensor], dtype)
+        for piece in (placement.pieces[rank] if dtype is not None else ())
+    }
     faults = []
     for name in sorted(expected.keys() | params.keys()):
         where = f"rank {rank}, {name}"
@@ -224,13 +258,14 @@ def param_faults(
             faults.append(f"{where}: in no {placement.kind} layout, nothing would write or read it")
         elif name not in params:
             faults.append(f"{where}: the live {placement.kind} model has no such parameter")
-        elif tuple(params[name].shape) != tuple(expected[name]):
+        elif _flat_shape(params[name]) != tuple(expected[name]):
             faults.append(
                 f"{where}: the live parameter is {list(params[name].shape)}, "
                 f"the {placement.kind} layout says {list(expected[name])}"
             )
-        elif dtype is not None and params[name].dtype != dtype:
-            faults.append(f"{where}: the live parameter is {params[name].dtype}, not {dtype}")
+        elif params[name].dtype != kinds.get(name, dtype or params[name].dtype):
+            kind = kinds.get(name, dtype)
+            faults.append(f"{where}: the live parameter is {params[name].dtype}, not {kind}")
         elif not params[name].is_floating_point():
             faults.append(f"{where}: {params[name].dtype} is no float dtype")
     return faults
