@@ -138,10 +138,7 @@ def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) 
             owned = exchange(world, gathered.samples, table, plan.update.owner)
         with run.stage("log_probs"):
             packs = plan.update.local_packs(world.dp_index)
-            one_length = world.mesh.pp > 1
-            prepared = prepare(
-                owned.samples, packs, run.actor, run.reference, world.device, one_length=one_length
-            )
+            prepared = prepare(owned.samples, packs, run.actor, run.reference, world.device)
             header = run.seal_header(iteration, table)
             with run.stopwatch("guard"):
                 guard = Guard.of(run, iteration, sampled.prompts, recipe)

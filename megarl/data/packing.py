@@ -255,7 +255,7 @@ def build_pack(samples: Samples, rows: np.ndarray | Sequence[int]) -> Pack:
     """The packed tensors of `rows`, in that order; no rows give the dummy pack."""
     rows = np.asarray(rows, dtype=np.int64)
     if len(rows) == 0:
-        return _dummy_pack()
+        return empty_pack()
     prompts, responses = samples.prompt_lengths[rows], samples.response_lengths[rows]
     lengths = prompts + responses
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
@@ -282,7 +282,8 @@ def build_pack(samples: Samples, rows: np.ndarray | Sequence[int]) -> Pack:
     )
 
 
-def _dummy_pack() -> Pack:
+def empty_pack() -> Pack:
+    """The pack without samples: one dummy token."""
     none = np.zeros(0)
     return Pack(
         rows=_tensor(none),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.contracts.samples import Samples
-from megarl.data.packing import Pack, build_pack, pad_pack, restore
+from megarl.data.packing import Pack, build_pack, restore
 from megarl.world import World
 
 
@@ -27,6 +27,9 @@ class Scorer(Protocol):
     """The actor or the reference: a frozen forward over packs."""
 
     def log_probs(self, packs: Sequence[Pack]) -> Sequence: ...
+
+    def padded(self, packs: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+        """`packs[minibatch][pack]` with the lengths that the scorer's layout needs."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,12 @@ def prepare(
     actor: Scorer,
     reference: Scorer | None,
     device: torch.device,
-    *,
-    one_length: bool = False,
 ) -> Prepared:
-    """Collective over each data-parallel part. `samples` are this rank's rows in canonical order,
+    """Collective over all ranks. `samples` are this rank's rows in canonical order,
     `pack_rows[minibatch][pack]` rows of them. The reference is skipped when nothing needs it.
-
-    With `one_length` all packs are padded to the longest of them: pipeline stages exchange hidden
-    states of one shape. It is decided here, once, so that log-probs and updates share their bits.
     """
     packs = [[build_pack(samples, rows) for rows in part] for part in pack_rows]
-    if one_length:
-        longest = max(len(pack.token_ids_T) for part in packs for pack in part)
-        packs = [[pad_pack(pack, longest) for pack in part] for part in packs]
+    packs = actor.padded(packs)
     packs = [[pack.to(device) for pack in part] for part in packs]
     flat = [pack for part in packs for pack in part]
     old = restore(flat, [scores.log_probs_A for scores in actor.log_probs(flat)])

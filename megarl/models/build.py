@@ -1,189 +1,112 @@
 """From the numbers of an HF model to this rank's shard of a megatron-core GPT, weights loaded.
 
-Parallel layout: megatron's default order, tensor parallel innermost (`contracts/mesh.py`).
-Dense decoders only (RMSNorm, rotary embedding, SwiGLU, grouped queries). A pipeline has stages of
-equal depth: the first one holds the embedding, the last one the final norm and the output layer,
+Parallel layout: megatron's default order, tensor parallel innermost (`contracts/mesh.py`). The
+first stage of a pipeline holds the embedding, the last one the final norm and the output layer,
 which in a tied model is a second copy of the embedding. Both copies are loaded from the file, get
-the sum of both gradients and take the same steps.
+the sum of both gradients and take the same steps. A rank with virtual stages holds several chunks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megarl.checkpoint.hf_folder import load_shards
 from megarl.contracts.mesh import Mesh
-from megarl.models.packed import (
-    PackedAttention,
-    PackedSequences,
-    RMSNorm,
-    inverse_frequencies,
-    pack_sequences,
-)
-from megarl.platforms import megatron_patches
+from megarl.models.config import refuse_layout, transformer_config
+from megarl.models.layers import ValueHead, block_spec, mark_shards
+from megarl.models.mesh import destroy_mesh, initialize_mesh
+from megarl.models.packed import PackedSequences, pack_sequences
+from megarl.models.rotary import inverse_frequencies
 from megarl.platforms.megatron_patches import cpu_mode
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement
 
-
-def initialize_mesh(mesh: Mesh, timeout: float = 1800.0) -> None:
-    """Megatron's process groups for `mesh`; called again with the same mesh it does nothing.
-
-    Collective. `timeout` in seconds bounds megatron's collectives. Raises `RuntimeError` when
-    another mesh is initialised: all roles of a process share one layout, for megatron's parallel
-    state is global.
-    """
-    megatron_patches.install()
-    if parallel_state.model_parallel_is_initialized():
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        pp = parallel_state.get_pipeline_model_parallel_world_size()
-        if (tp, pp, parallel_state.get_data_parallel_world_size()) != (mesh.tp, mesh.pp, mesh.dp):
-            raise RuntimeError(f"megatron is initialised with tp={tp}, pp={pp}, not with {mesh}")
-        return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=mesh.tp,
-        pipeline_model_parallel_size=mesh.pp,
-        distributed_timeout_minutes=timeout / 60,
-        create_gloo_process_groups=False,
-    )
-
-
-def destroy_mesh() -> None:
-    """Drop megatron's groups; after the last role, before `destroy_process_group`."""
-    parallel_state.destroy_model_parallel()
-
-
-def transformer_config(
-    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device, recompute: str
-) -> TransformerConfig:
-    """Megatron's config of `spec`. No dropout and no fusion: a forward is a pure function.
-
-    `recompute`: the recipe's `actor.recompute`, none or full; in effect in training mode only.
-    """
-    recomputing = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    return TransformerConfig(
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_heads,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=mesh.tp,
-        pipeline_model_parallel_size=mesh.pp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        batch_p2p_sync=device.type == "cuda",
-        bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,
-        # Losses carry global denominators, so gradients are summed over data-parallel ranks:
-        # with this flag megatron's DDP scales by 1 and not by 1/dp.
-        calculate_per_token_loss=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        **(recomputing if recompute == "full" else {}),
-    )
-
-
-def _layers(layers: int) -> TransformerBlockSubmodules:
-    """Megatron's own layer of torch modules, with this house's attention core and norms."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
-
-
-def _mark_shards(model: nn.Module) -> None:
-    """Mark the weights that are cut over TP ranks, by the dimension they are cut along.
-
-    Megatron marks them where it initialises them, which is switched off here; an unmarked one
-    counts as a copy, and the gradient norm would leave out every rank's but the first's.
-    """
-    for module in model.modules():
-        cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-        if type(module) in cut and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, cut[type(module)], 1)
+__all__ = ["ModelChunks", "PackedGPT", "build_model", "destroy_mesh", "initialize_mesh"]
 
 
 class PackedGPT(GPTModel):
-    """One stage of a GPT on packed sequences. `forward` stops at hidden states: only the positions
-    that predict a response token go through the output layer (`logprobs.py`).
+    """One model chunk of a GPT on packed sequences. `forward` stops at hidden states: only the
+    positions that predict a response token go through the output layer (`logprobs.py`).
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         mesh: Mesh,
+        rank: int,
         dtype: torch.dtype,
         device: torch.device,
         recompute: str = "none",
+        sequence_parallel: bool = False,
+        virtual: int = 0,
     ) -> None:
-        config = transformer_config(spec, mesh, dtype, device, recompute)
+        """`virtual`: which of this rank's chunks."""
+        config = transformer_config(spec, mesh, dtype, device, recompute, sequence_parallel)
+        chunks = mesh.chunks(spec.layers)
+        number = virtual * mesh.pp + mesh.pp_index(rank)
+        has_values = spec.head == "value"
         rows = 128 * mesh.tp
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(spec.layers // mesh.pp),
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            transformer_layer_spec=block_spec(spec, chunks[number]),
+            pre_process=number == 0,
+            post_process=number == len(chunks) - 1,
             vocab_size=math.ceil(spec.vocab / rows) * rows,
             max_sequence_length=spec.max_positions,
             position_embedding_type="none",  # rotary embedding is PackedAttention's
-            share_embeddings_and_output_weights=spec.tied,
+            share_embeddings_and_output_weights=spec.tied and not has_values,
+            vp_stage=virtual if mesh.virtual > 1 else None,
         )
-        _mark_shards(self)
+        if has_values and self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(config, bias=spec.value_bias)
+        mark_shards(self)
         self.spec = spec
         self.dtype = dtype
-        self.inv_freq = inverse_frequencies(spec.head_dim, spec.rope_theta)
+        self.inv_freq = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
+        self.attention_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
+
+    @property
+    def chunks(self) -> tuple[PackedGPT, ...]:
+        """This rank's chunks in depth order: this one."""
+        return (self,)
 
     def sequences(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
         """What all layers need of a pack: `cu_seqlens` int32 [n+1], `positions_T` int64 [T]."""
-        return pack_sequences(cu_seqlens, positions_T, self.inv_freq, self.dtype)
+        return pack_sequences(
+            cu_seqlens, positions_T, self.inv_freq, self.dtype, self.attention_factor
+        )
 
     def forward(self, token_ids_T: Tensor, sequences: PackedSequences) -> Tensor:
-        """Hidden states [T, 1, H] in the model's dtype, on every TP rank: after the last stage's
-        final norm, or for the next stage. A later stage starts from `set_input_tensor`'s.
+        """Hidden states in the model's dtype: after the last chunk's final norm [T, 1, H] on every
+        TP rank, or for the next chunk [T, 1, H], under sequence parallelism [T/tp, 1, H], this TP
+        rank's tokens. A later chunk starts from `set_input_tensor`'s.
         """
         embedded = None
         if self.pre_process:
-            embedded = self.embedding(input_ids=token_ids_T[None], position_ids=None)
-            # [T, 1, H] comes with the strides of a transpose; with plain ones every layer's
-            # product is one matrix product and not a batch of T.
-            embedded = embedded.squeeze(1).unsqueeze(1)
-        return self.decoder(
+            # The embedding without its dropout, which would want a random state of megatron's.
+            embedded = self.embedding.word_embeddings(token_ids_T[None])
+            if not self.config.sequence_parallel:
+                # [1, T, H] → [T, 1, H] with plain strides: with those of a transpose every
+                # layer's product is a batch of T and not one matrix product.
+                embedded = embedded.squeeze(0).unsqueeze(1)
+        hidden = self.decoder(
             hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
         )
+        if self.post_process and self.config.sequence_parallel:
+            # Every TP rank scores all tokens, and `token_scores` sums the gradient over them: each
+            # takes back its own tokens' part of it.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden
 
     @property
     def output_weight(self) -> Tensor:
@@ -195,6 +118,34 @@ class PackedGPT(GPTModel):
         return self.output_layer.weight
 
 
+class ModelChunks(nn.Module):
+    """The chunks of a rank with virtual stages, in depth order; parameters are `chunk{v}.…`."""
+
+    def __init__(self, chunks: list[PackedGPT]) -> None:
+        super().__init__()
+        for number, chunk in enumerate(chunks):
+            self.add_module(f"chunk{number}", chunk)
+        self.config = chunks[0].config
+        self.spec = chunks[0].spec
+        self.dtype = chunks[0].dtype
+        self.pg_collection = chunks[0].pg_collection
+
+    @property
+    def chunks(self) -> tuple[PackedGPT, ...]:
+        """This rank's chunks in depth order."""
+        return tuple(self.children())
+
+    @property
+    def output_weight(self) -> Tensor:
+        """As `PackedGPT.output_weight`, of the last chunk."""
+        return self.chunks[-1].output_weight
+
+    @property
+    def value_head(self) -> ValueHead:
+        """The last chunk's, on the last stage of a model with values."""
+        return self.chunks[-1].value_head
+
+
 def build_model(
     spec: ModelSpec,
     folder: Path,
@@ -203,24 +154,40 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     recompute: str = "none",
-) -> PackedGPT:
+    sequence_parallel: bool = False,
+) -> PackedGPT | ModelChunks:
     """This rank's shard with the weights of the HF checkpoint in `folder`, cast to `dtype`.
 
     Padding rows of the vocabulary are zero and stay so. `initialize_mesh` must have run. Collective
-    over the embedding group of a tied pipeline. Raises what `megatron_placement` and `load_shards`
-    raise, and `RuntimeError` naming the parameter when a loaded weight is not finite.
+    over the embedding group of a tied pipeline. Raises what `refuse_layout`, `megatron_placement`
+    and `load_shards` raise, and `RuntimeError` naming the parameter when a loaded weight is not
+    finite.
     """
+    refuse_layout(spec, mesh, sequence_parallel)
     placement = megatron_placement(spec, mesh)
     with cpu_mode():
-        model = PackedGPT(spec, mesh, dtype, device, recompute)
-    params = dict(model.named_parameters())
+        chunks = [
+            PackedGPT(spec, mesh, rank, dtype, device, recompute, sequence_parallel, virtual)
+            for virtual in range(mesh.virtual)
+        ]
+    model = chunks[0] if mesh.virtual == 1 else ModelChunks(chunks)
+    params = weights_of(model)
     with torch.no_grad():
         for param in params.values():
             param.fill_(math.nan)  # an element that nothing writes is found below
     load_shards(folder, placement, rank, params, dtype)
-    for name, param in params.items():
-        if not torch.isfinite(param).all():
-            raise RuntimeError(
-                f"{name} (rank {rank}) holds values that are not finite after loading {folder}"
-            )
+    for name in _not_finite(params):
+        raise RuntimeError(
+            f"{name} (rank {rank}) holds values that are not finite after loading {folder}"
+        )
     return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds of `model`, by name: its parameters, and its buffers, which no
+    step changes."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _not_finite(params: dict[str, Tensor]) -> Iterator[str]:
+    return (name for name, param in params.items() if not torch.isfinite(param).all())

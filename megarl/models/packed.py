@@ -19,6 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.models.rotary import Rotate
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -32,15 +34,17 @@ class PackedSequences(PackedSeqParams):
     """(rows, longest) of each block; slots are the blocks' cells, row by row."""
 
 
-def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """float32 [D/2], `theta^(-2i/D)`, by the very operations of HF's default rotary embedding."""
-    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-
-
 def pack_sequences(
-    cu_seqlens: Tensor, positions_T: Tensor, inv_freq: Tensor, dtype: torch.dtype
+    cu_seqlens: Tensor,
+    positions_T: Tensor,
+    inv_freq: Tensor,
+    dtype: torch.dtype,
+    attention_factor: float = 1.0,
 ) -> PackedSequences:
-    """Tables of one pack. `cu_seqlens` int32 [n+1] covers T exactly; `positions_T` int64 [T]."""
+    """Tables of one pack. `cu_seqlens` int32 [n+1] covers T exactly; `positions_T` int64 [T].
+
+    `attention_factor` multiplies cosine and sine in float32, as HF does it for yarn.
+    """
     device = positions_T.device
     bounds = cu_seqlens.to("cpu", torch.int64)
     starts, lengths = bounds[:-1], bounds.diff()
@@ -68,35 +72,12 @@ def pack_sequences(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        cos_TD=angle_TD.cos().to(dtype),
-        sin_TD=angle_TD.sin().to(dtype),
+        cos_TD=(angle_TD.cos() * attention_factor).to(dtype),
+        sin_TD=(angle_TD.sin() * attention_factor).to(dtype),
         token_S=torch.cat(token_blocks).to(device),
         slot_T=slot_T.to(device),
         blocks=tuple(blocks),
     )
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding, halves convention: (a, b) → (a cos − b sin, b cos + a sin)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None  # a rotation's transpose turns back
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    turned = torch.empty_like(x)
-    c, d = turned.chunk(2, dim=-1)
-    torch.mul(a, cos, out=c).sub_(b * sin)
-    torch.mul(b, cos, out=d).add_(a * sin)
-    return turned
 
 
 class _ToSlots(torch.autograd.Function):
@@ -128,12 +109,8 @@ class _FromSlots(torch.autograd.Function):
         return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, slot_T, grad), None
 
 
-class PackedAttention(nn.Module):
-    """Core attention for megatron's SelfAttention, rotary embedding included.
-
-    The rotary embedding is here and not in SelfAttention because megatron's for packed sequences
-    cuts and joins the tensors per sequence in Python; the model is built without its own.
-    """
+class PackedCore(nn.Module):
+    """Core attention of queries and keys that have their positions."""
 
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -149,20 +126,23 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """query [T, h, D], key and value [T, g, D] → [T, h, D]."""
-        pack = packed_seq_params
-        heads = query.shape[1]
-        rotated = _Rotate.apply(torch.cat([query, key], dim=1), pack.cos_TD, pack.sin_TD)
-        both_S = _ToSlots.apply(rotated, pack.token_S, pack.slot_T)
+        """query [T, h, D], key [T, g, D] and value [T, g, E] → [T, h, E]."""
+        return self._attended(
+            torch.cat([query, key], dim=1), value, query.shape[1], packed_seq_params
+        )
+
+    def _attended(self, both: Tensor, value: Tensor, heads: int, pack: PackedSequences) -> Tensor:
+        """`both`: [T, h + g, D], queries and keys; `heads`: h."""
+        both_S = _ToSlots.apply(both, pack.token_S, pack.slot_T)
         value_S = _ToSlots.apply(value, pack.token_S, pack.slot_T)
         attended, start = [], 0
         for rows, width in pack.blocks:
             stop = start + rows * width
-            both = both_S[start:stop].view(rows, width, -1, query.shape[-1]).transpose(1, 2)
-            values = value_S[start:stop].view(rows, width, -1, query.shape[-1]).transpose(1, 2)
+            pairs = both_S[start:stop].view(rows, width, -1, both.shape[-1]).transpose(1, 2)
+            values = value_S[start:stop].view(rows, width, -1, value.shape[-1]).transpose(1, 2)
             out = scaled_dot_product_attention(
-                both[:, :heads],
-                both[:, heads:],
+                pairs[:, :heads],
+                pairs[:, heads:],
                 values,
                 is_causal=True,
                 scale=self.scale,
@@ -173,10 +153,34 @@ class PackedAttention(nn.Module):
         return _FromSlots.apply(torch.cat(attended), pack.slot_T)
 
 
+class PackedAttention(PackedCore):
+    """Core attention for megatron's SelfAttention, rotary embedding included.
+
+    The rotary embedding is here and not in SelfAttention because megatron's for packed sequences
+    cuts and joins the tensors per sequence in Python; the model is built without its own.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> Tensor:
+        """query [T, h, D], key and value [T, g, D] → [T, h, D]."""
+        pack = packed_seq_params
+        rotated = Rotate.apply(torch.cat([query, key], dim=1), pack.cos_TD, pack.sin_TD)
+        return self._attended(rotated, value, query.shape[1], pack)
+
+
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) · weight`: normalised in float32, cast, then scaled, as HF does.
 
-    Megatron's torch norm has no such cast order and takes no sequence parallelism.
+    Over the hidden size, or over each head's query and key. Megatron's torch norm has no such cast
+    order and takes no sequence parallelism.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
@@ -186,6 +190,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=device)
         )
+        # Each tensor-parallel rank then sees a part of the tokens, and a step adds the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()

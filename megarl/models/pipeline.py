@@ -1,9 +1,10 @@
 """Micro-batches through the stages of a pipeline, forward alone or with their backward.
 
 One stage: a plain loop. More: megatron's 1F1B schedule (Narayanan et al., arXiv:2104.04473), in
-which stage s of S runs S − s − 1 forwards ahead and then alternates. Stages exchange hidden states
-[T, 1, H] of one shape, so all packs of a call have the same T (`data/packing.pad_pack`), and every
-data-parallel part has the same number of them.
+which stage s of S runs S − s − 1 forwards ahead and then alternates; with virtual stages its
+interleaved one, section 2.2 there. Stages exchange hidden states [T, 1, H] of one shape, so all
+packs of a call have the same T (`data/pack_shape.py`), and every data-parallel part has the same
+number of them. The interleaved schedule takes micro-batches in rounds of S: dummies fill the last.
 
 Losses arrive weighted, so that their sum is *the* loss: nothing is divided here. The schedule
 divides a loss by the number of micro-batches unless told its number of tokens under
@@ -13,18 +14,20 @@ divides a loss by the number of micro-batches unless told its number of tokens u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from torch import Tensor
 
-from megarl.data.packing import Pack
-from megarl.models.build import PackedGPT
+from megarl.data.packing import Pack, empty_pack, pad_pack
+from megarl.models.build import ModelChunks, PackedGPT
 from megarl.platforms.megatron_patches import cpu_mode, plain_mode
 
 Told = TypeVar("Told")
@@ -33,16 +36,18 @@ Finish = Callable[[Tensor, int], tuple[Tensor, Told]]
 
 
 def run_packs(
-    model: PackedGPT, packs: Sequence[Pack], finish: Finish[Told], *, learn: bool
+    model: PackedGPT | ModelChunks, packs: Sequence[Pack], finish: Finish[Told], *, learn: bool
 ) -> list[Told]:
     """What `finish` tells of each pack, in order, on the last stage; nothing on the others.
 
     With `learn` the loss of each pack is followed by its backward; else nobody reads it. Collective
-    over the tensor- and pipeline-parallel groups, whose ranks hold the same packs. Raises
-    `ValueError` before anything is sent when there are several stages and packs of several lengths.
+    over the tensor- and pipeline-parallel groups, whose ranks hold the same packs, and over the
+    ranks that share experts, which have as many packs of the same lengths. Raises `ValueError` on
+    every rank of these groups, before anything is sent, for packs of lengths that do not do.
     """
+    _check_lengths(model, packs)
     if model.config.pipeline_model_parallel_size > 1:
-        return _one_forward_one_backward(model, packs, finish, learn)
+        return _through_stages(model, packs, finish, learn)
     told = []
     for number, pack in enumerate(packs):
         loss, facts = finish(_stage(model, pack).squeeze(1), number)
@@ -56,36 +61,74 @@ def _stage(model: PackedGPT, pack: Pack) -> Tensor:
     return model(pack.token_ids_T, model.sequences(pack.cu_seqlens, pack.positions_T))
 
 
-def _one_forward_one_backward(
-    model: PackedGPT, packs: Sequence[Pack], finish: Finish[Told], learn: bool
+def _check_lengths(model: PackedGPT | ModelChunks, packs: Sequence[Pack]) -> None:
+    config = model.config
+    lengths = [len(pack.token_ids_T) for pack in packs]
+    if config.num_moe_experts is not None:
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if group.size() > 1:
+            theirs: list[list[int]] = [[]] * group.size()
+            dist.all_gather_object(theirs, lengths, group=group)
+            if any(other != theirs[0] for other in theirs):
+                raise ValueError(
+                    f"ranks that share experts have packs of {theirs} tokens; pad them alike"
+                )
+    if config.pipeline_model_parallel_size > 1 and len(set(lengths)) > 1:
+        raise ValueError(
+            f"packs of {sorted(set(lengths))} tokens in one pipeline; pad them to one length"
+        )
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if any(length % parts for length in lengths):
+        raise ValueError(
+            f"packs of {lengths} tokens do not divide by actor.tp={parts} under sequence "
+            "parallelism; pad them"
+        )
+
+
+def _through_stages(
+    model: PackedGPT | ModelChunks, packs: Sequence[Pack], finish: Finish[Told], learn: bool
 ) -> list[Told]:
-    lengths = sorted({len(pack.token_ids_T) for pack in packs})
-    if len(lengths) > 1:
-        raise ValueError(f"packs of {lengths} tokens in one pipeline; pad them to one length")
     if not packs:
         return []
+    stages = model.config.pipeline_model_parallel_size
+    chunks = model.chunks
+    length = len(packs[0].token_ids_T)
+    batches = list(packs)
+    if len(chunks) > 1 and len(packs) % stages:
+        dummy = pad_pack(empty_pack(), length).to(packs[0].token_ids_T.device)
+        batches += [dummy] * (stages - len(packs) % stages)
 
-    def forward(numbers: Iterator[int], _: Any) -> tuple[Tensor, Callable]:
-        number = next(numbers)
-
-        def finished(hidden: Tensor) -> tuple[Tensor, Tensor, Told]:
-            with plain_mode():
-                loss, facts = finish(hidden.squeeze(1), number)
-            return loss, torch.zeros((), dtype=torch.int), facts
-
+    def finished(number: int, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         with plain_mode():
-            return _stage(model, packs[number]), finished
+            if number < len(packs):
+                loss, facts = finish(hidden.squeeze(1), number)
+            else:
+                loss, facts = (hidden * 0.0).sum(), None
+        return loss, torch.zeros((), dtype=torch.int), facts
 
+    def forward(numbers: Iterator[int], chunk: PackedGPT) -> tuple[Tensor, Callable]:
+        number = next(numbers)
+        with plain_mode():
+            return _stage(chunk, batches[number]), partial(finished, number)
+
+    numbers = [iter(range(len(batches))) for _ in chunks]
+    common = {
+        "forward_step_func": forward,
+        "num_microbatches": len(batches),
+        "seq_length": length,
+        "micro_batch_size": 1,
+        "forward_only": not learn,
+    }
     with cpu_mode():
-        return forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward,
-            data_iterator=iter(range(len(packs))),
-            model=model,
-            num_microbatches=len(packs),
-            seq_length=lengths[0],
-            micro_batch_size=1,
-            forward_only=not learn,
-        )
+        if len(chunks) == 1:
+            told = forward_backward_pipelining_without_interleaving(
+                data_iterator=numbers[0], model=chunks[0], **common
+            )
+        else:
+            told = forward_backward_pipelining_with_interleaving(
+                data_iterator=numbers, model=list(chunks), **common
+            )
+    return told[: len(packs)]
 
 
 def from_last_stage(columns: Sequence[Tensor], count: int, device: torch.device) -> Tensor:
@@ -93,7 +136,7 @@ def from_last_stage(columns: Sequence[Tensor], count: int, device: torch.device)
     the pipeline-parallel group; `columns` are read on the last stage only.
     """
     values = torch.empty(len(columns), count, device=device)
-    if parallel_state.is_pipeline_last_stage():
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         torch.stack(list(columns), out=values)
     if count:
         dist.broadcast(

@@ -9,17 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.data.pack_shape import PackShape
 from megarl.data.packing import MicroBatch, Pack
-from megarl.models.build import PackedGPT, build_model, initialize_mesh
+from megarl.models.build import (
+    ModelChunks,
+    PackedGPT,
+    build_model,
+    initialize_mesh,
+    weights_of,
+)
 from megarl.models.logprobs import TokenScores, token_scores
 from megarl.models.pipeline import from_last_stage, run_packs
 from megarl.models.step import LossPart, StepResult, Trainer
 from megarl.reshard.families.spec import ModelSpec
 from megarl.world import World
 
-Loss = Callable[[TokenScores, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""(loss, sums): the loss already weighted so that the sum over all packs of all ranks is *the*
-loss, and scalars that `merge_sums` joins over micro-batches."""
+Loss = Callable[[Any, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""Of a pack's `TokenScores`, or of a model with a value head its values float32 [A]: (loss, sums),
+the loss already weighted so that the sum over all packs of all ranks is *the* loss, and scalars
+that `merge_sums` joins over micro-batches."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,7 +53,13 @@ class _Scorer:
         self.world = world
         self.temperature = temperature
         self.chunk = actor_section.logprob_chunk_tokens
-        self.model: PackedGPT = build_model(
+        self.pack_shape = PackShape.of(
+            world.mesh,
+            experts=spec.moe is not None,
+            sequence_parallel=actor_section.sequence_parallel,
+        )
+        """What packs for this role must look like; `padded` makes them so."""
+        self.model: PackedGPT | ModelChunks = build_model(
             spec,
             folder,
             world.mesh,
@@ -53,11 +67,19 @@ class _Scorer:
             DTYPES[model_section.dtype],
             world.device,
             actor_section.recompute,
+            actor_section.sequence_parallel,
         )
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters under megatron's names; written in place by steps."""
-        return dict(self.model.named_parameters())
+        """This rank's live parameters under megatron's names, of a rank with virtual stages
+        `chunk0.…`, `chunk1.…`; written in place by steps. With them the weights that are never
+        trained, a router's bias."""
+        return weights_of(self.model)
+
+    def padded(self, packs: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+        """`packs[minibatch][pack]` of this rank with the lengths that the layout needs. Collective
+        over all ranks."""
+        return self.pack_shape.pad(packs, self.world.maximum)
 
     def _check_ids(self, packs: Sequence[Pack]) -> None:
         """Raises `ValueError` for a token id that the model does not have."""
@@ -83,34 +105,69 @@ class _Scorer:
             group=self.model.pg_collection.tp,
         )
 
+    def _values(self, hidden_TH: Tensor, pack: Pack) -> Tensor:
+        """As `values`, of one pack on the last stage, with a gradient where grad is enabled."""
+        return self.model.value_head(hidden_TH.index_select(0, pack.predictor_A))
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the model has a value head, and no output layer."""
+        return self.spec.head == "value"
+
     @torch.no_grad()
     def log_probs(self, packs: Sequence[Pack]) -> list[TokenScores]:
         """Scores per pack, in eval mode and without grad, bit for bit those of an update's forward
         on the same packs and weights; the same on every rank that holds the packs.
 
-        Collective over the tensor- and pipeline-parallel groups. Raises `ValueError` for a token id
-        that the model does not have, and for packs of several lengths in a pipeline.
+        Collective over the tensor- and pipeline-parallel groups and the ranks that share experts.
+        Raises `ValueError` for a token id that the model does not have, for packs of lengths that
+        the layout does not take (see `padded`), and for a model with a value head.
         """
-        self._check_ids(packs)
-        self.model.eval()
+        if self.has_values:
+            raise ValueError("a model with a value head has no log-probabilities")
 
         def finish(hidden_TH: Tensor, number: int) -> tuple[Tensor, TokenScores]:
             scores = self._scores(hidden_TH, packs[number])
             return scores.log_probs_A, scores
 
-        scores = run_packs(self.model, packs, finish, learn=False)
-        return scores if self.world.mesh.pp == 1 else self._on_every_stage(packs, scores)
+        scores = self._scored(packs, finish)
+        columns = [[s.log_probs_A for s in scores], [s.entropy_A for s in scores]]
+        return [TokenScores(*part) for part in self._on_every_stage(packs, columns)]
+
+    @torch.no_grad()
+    def values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """float32 [A] per pack: the value of the state in which response token a was drawn, that is
+        the head on the last hidden state at `pack.predictor_A`, which has seen the prompt and the
+        response tokens before a, not a itself. Nothing is the value of what follows the last token.
+
+        Otherwise as `log_probs`. Raises `ValueError` for a model without a value head.
+        """
+        if not self.has_values:
+            raise ValueError("a model without a value head has no values")
+
+        def finish(hidden_TH: Tensor, number: int) -> tuple[Tensor, Tensor]:
+            values = self._values(hidden_TH, packs[number])
+            return values, values
+
+        values = self._scored(packs, finish)
+        return [part for (part,) in self._on_every_stage(packs, [values])]
+
+    def _scored(self, packs: Sequence[Pack], finish: Callable) -> list:
+        self._check_ids(packs)
+        self.model.eval()
+        return run_packs(self.model, packs, finish, learn=False)
 
     def _on_every_stage(
-        self, packs: Sequence[Pack], scores: Sequence[TokenScores]
-    ) -> list[TokenScores]:
-        """The last stage's scores, one broadcast for all packs."""
+        self, packs: Sequence[Pack], columns: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[Tensor, ...]]:
+        """`columns[column][pack]`, float32 [A] of the last stage, by pack; one broadcast."""
+        if self.world.mesh.pp == 1:
+            return list(zip(*columns, strict=True))
         none = torch.zeros(0, device=self.world.device)
-        log_probs = torch.cat([none, *(part.log_probs_A for part in scores)])
-        entropy = torch.cat([none, *(part.entropy_A for part in scores)])
         counts = [len(pack.target_A) for pack in packs]
-        shared = from_last_stage([log_probs, entropy], sum(counts), self.world.device)
-        return [TokenScores(*part) for part in shared.split(counts, dim=1)]
+        flat = [torch.cat([none, *column]) for column in columns]
+        shared = from_last_stage(flat, sum(counts), self.world.device)
+        return [part.unbind(0) for part in shared.split(counts, dim=1)]
 
 
 class Actor(_Scorer):
@@ -140,14 +197,16 @@ class Actor(_Scorer):
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> StepResult:
         """One optimizer step on one minibatch, or none (`StepResult.skipped_reason`).
 
-        Collective over all ranks, each with its own packs and the same number of them.
+        Collective over all ranks, each with its own packs and the same number of them. Raises
+        `ValueError` as `log_probs`.
         """
         packs = [batch.pack for batch in micro_batches]
         self._check_ids(packs)
 
         def finish(hidden_TH: Tensor, number: int) -> tuple[Tensor, LossPart]:
             batch = micro_batches[number]
-            value, sums = loss(self._scores(hidden_TH, batch.pack), batch)
+            outputs = self._values if self.has_values else self._scores
+            value, sums = loss(outputs(hidden_TH, batch.pack), batch)
             told = {name: torch.as_tensor(part).detach() for name, part in sums.items()}
             return value, (value.detach(), told)
 

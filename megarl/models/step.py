@@ -3,9 +3,11 @@
 Losses carry global denominators (Σ weights · loss over all packs of all ranks is *the* loss), so
 gradients are summed everywhere and averaged nowhere: `pipeline.py` runs forward and backward
 without dividing by the number of micro-batches, and megatron's DDP scales by 1
-(`calculate_per_token_loss`). The optimizer is megatron's: AdamW, fp32 masters and gradients,
-sharded over data-parallel ranks when `distributed_optimizer` is on. Weight decay leaves out biases
-and one-dimensional parameters (norms), as megatron does.
+(`calculate_per_token_loss`). Experts' gradients are summed over the ranks with the same experts:
+the tokens of all others arrived through the layer itself. The optimizer is megatron's: AdamW, fp32
+masters and gradients, sharded over data-parallel ranks when `distributed_optimizer` is on, one for
+experts and one for all else. Weight decay leaves out biases and one-dimensional parameters (norms),
+as megatron does.
 
 Before the step all ranks tell whether their loss and gradients are finite and whether they hold
 anything to learn from. Then either every rank steps or none does.
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from megarl.algorithms.objectives import merge_sums
 from megarl.data.packing import MicroBatch
-from megarl.models.build import PackedGPT
+from megarl.models.build import ModelChunks, PackedGPT
 from megarl.models.schedule import learning_rate
 from megarl.platforms.megatron_patches import cpu_mode
 from megarl.world import World
@@ -73,7 +75,9 @@ class Trainer:
     decay of the learning rate. The masters are made from the model's weights as they are.
     """
 
-    def __init__(self, model: PackedGPT, world: World, section: Any, total_steps: int) -> None:
+    def __init__(
+        self, model: PackedGPT | ModelChunks, world: World, section: Any, total_steps: int
+    ) -> None:
         self.model = model
         self.world = world
         self.section = section
@@ -85,15 +89,19 @@ class Trainer:
         self.empty_minibatches = 0
         self._skipped_in_a_row = 0
         with cpu_mode():
-            self.ddp = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    overlap_grad_reduce=False,
-                    use_distributed_optimizer=section.distributed_optimizer,
-                ),
-                model,
-            )
+            self.ddps = [
+                DistributedDataParallel(
+                    chunk.config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True,
+                        overlap_grad_reduce=False,
+                        use_distributed_optimizer=section.distributed_optimizer,
+                    ),
+                    chunk,
+                )
+                for chunk in model.chunks
+            ]
+            """One for each of the model's chunks, in depth order."""
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
@@ -106,7 +114,7 @@ class Trainer:
                     bf16=model.config.bf16,
                     use_distributed_optimizer=section.distributed_optimizer,
                 ),
-                [self.ddp],
+                self.ddps,
                 use_gloo_process_groups=False,
             )
 
@@ -154,14 +162,15 @@ class Trainer:
         Raises `TooManySkippedSteps` on every rank at `max_skipped_steps` refusals in a row.
         """
         self.model.train()
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = learn()
         # Read after the last backward: each number read waits for the device.
         loss = float(torch.stack([part for part, _ in parts]).double().sum()) if parts else 0.0
         sums = merge_sums([told for _, told in parts])
         with cpu_mode():
-            finalize_model_grads([self.ddp])
+            finalize_model_grads(self.ddps)
             self.optimizer.prepare_grads()
             norm = self.optimizer.get_grad_norm()
         lr = self.learning_rate()
@@ -181,8 +190,11 @@ class Trainer:
 
     def _gradients_finite(self) -> bool:
         """Of everything this rank holds: a norm leaves out the copies of other TP ranks."""
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+        return all(
+            bool(torch.isfinite(buffer.grad_data.sum()))
+            for ddp in self.ddps
+            for buffer in ddp.buffers + ddp.expert_parallel_buffers
+        )
 
     def _refusal(self, loss: float, norm: float, weighted: bool) -> str | None:
         """Why no rank may step, the same on every rank, or None. Counts refusals."""

@@ -149,7 +149,6 @@ def reload(
         actor,
         None,
         world.device,
-        one_length=world.mesh.pp > 1,
     )
     unsealed = np.isnan(sealed_old)
     old = np.where(unsealed, rollout, sealed_old)

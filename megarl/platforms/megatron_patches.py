@@ -3,7 +3,7 @@
 `install()` sets what must hold for the whole process; `cpu_mode()` is a scope, entered in
 `models/` only, around the few megatron calls that name "cuda" themselves. Forward and generation
 run outside of it (`plain_mode()`): a TorchFunctionMode costs every torch call some microseconds
-(16-23 % of a generation, measured). With CUDA only `results_queue` does anything.
+(16-23 % of a generation, measured).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -98,8 +99,10 @@ class _CpuMode(TorchFunctionMode):
 
 
 def install() -> None:
-    """Patch this process; again is harmless. With CUDA only `results_queue` is needed."""
+    """Patch this process; again is harmless. With CUDA only the first two are needed."""
     filesystem_async._get_write_results_queue = results_queue
+    # Without Transformer Engine it takes the stand-in for it, a mock, for a class.
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     if not torch.cuda.is_available():
         torch.cuda.current_device = current_device
         random._get_cuda_rng_state = get_device_rng_state

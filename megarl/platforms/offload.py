@@ -72,9 +72,9 @@ class OptimizerOffload:
         return free.pop() if free else self._platform.host_buffer(size)
 
     def _gradients(self) -> Iterator[Tensor]:
-        ddp = self._trainer.ddp
-        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
-            yield buffer.grad_data
+        for ddp in self._trainer.ddps:
+            for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+                yield buffer.grad_data
 
     def _state(self) -> Iterator[Tensor]:
         """Masters, and what the optimizer keeps for each (from its first step on)."""

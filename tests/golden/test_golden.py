@@ -242,6 +242,9 @@ class _Seen:
     def __init__(self) -> None:
         self.packs: list[Pack] = []
 
+    def padded(self, packs):
+        return packs
+
     def log_probs(self, packs):
         self.packs = list(packs)
         return [SimpleNamespace(log_probs_A=torch.zeros(len(pack.target_A))) for pack in packs]

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.packed import RMSNorm, inverse_frequencies
+from megarl.models.packed import RMSNorm
+from megarl.models.rotary import inverse_frequencies
 from megarl.models.schedule import learning_rate
 from tests.models.runs import several
 from tests.models.support import (
@@ -271,7 +272,9 @@ def test_a_resumed_schedule_goes_on_where_it_was() -> None:
 def test_numbers_of_the_config_reach_rotation_and_norm() -> None:
     assert inverse_frequencies(4, 1e4).tolist() == pytest.approx([1, 0.01])
     assert inverse_frequencies(4, 1e6).tolist() == pytest.approx([1, 0.001])
-    config = SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float32)
+    config = SimpleNamespace(
+        use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False
+    )
     for eps, value in ((1e-6, 0.70711), (1e-5, 0.30151)):
         norm = RMSNorm(config, hidden_size=8, eps=eps)
         with torch.no_grad():

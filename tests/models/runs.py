@@ -38,17 +38,22 @@ def merged(actor: Any, packs: list[Pack], values: list[Tensor], samples: Samples
 
 
 def train_once(
-    folder: Path, tp: int, budget: int, *, pp: int = 1, padding: int | None = None, **section: Any
+    folder: Path,
+    tp: int,
+    budget: int,
+    *,
+    pp: int = 1,
+    mesh: dict[str, Any] | None = None,
+    padding: int | None = None,
+    **section: Any,
 ) -> dict[str, Any]:
     """Scores, one update and scores after it, of one layout; the same dictionary on every rank."""
     from megarl.models.build import destroy_mesh
 
-    world = make_world(tp, pp)
+    world = make_world(tp, pp, **mesh or {})
     samples = make_samples(5, 12)
     actor = make_actor(folder, world, **section)
-    if padding is None and pp > 1:
-        padding = 0
-    packs = local_packs(samples, world.mesh, world.rank, budget, padding)
+    (packs,) = actor.padded([local_packs(samples, world.mesh, world.rank, budget, padding)])
     before = actor.log_probs(packs)
     kept: list[Tensor] = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +16,25 @@ import torch.distributed as dist
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import EndReason, Sample, Samples
 from megarl.data.packing import MicroBatch, Pack, build_pack, pad_pack, plan_packs
+from megarl.reshard.families.spec import ModelSpec
 from megarl.world import World
+from tests.models.shapes import EXPERTS, NAMES
 
 VOCAB = 307  # no multiple of 128, so that padding rows matter
 
 
-def write_hf_model(folder: Path, family: str = "qwen2", *, tied: bool = False, **numbers: Any):
+def write_hf_model(
+    folder: Path,
+    family: str = "qwen2",
+    *,
+    tied: bool = False,
+    task: str = "CausalLM",
+    **numbers: Any,
+):
     """A random HF model with nothing at its default, saved to `folder`; every weight is random,
     biases and norms too, and large enough for log-probs far from uniform.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     shape = {
         "vocab_size": VOCAB,
@@ -37,13 +48,16 @@ def write_hf_model(folder: Path, family: str = "qwen2", *, tied: bool = False, *
         "rope_parameters": {"rope_type": "default", "rope_theta": 77_000.0},
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
-    } | numbers
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
-    config_class, model_class = kinds[family]
+    }
+    shape |= EXPERTS.get(family, {}) | numbers
+    if task != "CausalLM":
+        shape |= {"num_labels": 1, "pad_token_id": 0}
+    config_class = getattr(transformers, f"{NAMES[family]}Config")
+    model_class = getattr(transformers, f"{NAMES[family]}For{task}")
     torch.manual_seed(11)
     model = model_class(config_class(**shape)).float()
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in model.state_dict().items():
             if "norm" in name:
                 param.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
@@ -52,6 +66,22 @@ def write_hf_model(folder: Path, family: str = "qwen2", *, tied: bool = False, *
                 param.normal_(std=0.15)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def as_stored(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors named and shaped as in `model`'s state, under the names of its checkpoint's files
+    (experts one by one), as float64 matrices. By transformers' own conversion.
+    """
+    from safetensors.torch import load_file
+
+    holder = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in holder.state_dict().items():
+            tensor.copy_(tensors[name])
+    with tempfile.TemporaryDirectory() as folder:
+        holder.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    return {name: tensor.double().view(len(tensor), -1) for name, tensor in stored.items()}
 
 
 def make_samples(
@@ -119,8 +149,8 @@ def policy_gradient(scores: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict]
     return pg - 0.01 * bonus, {"pg": pg, "entropy": bonus, "log_prob_max": largest}
 
 
-def make_world(tp: int, pp: int = 1, timeout: float = 60.0) -> World:
-    return World(Mesh(dist.get_world_size(), tp=tp, pp=pp), torch.device("cpu"), timeout)
+def make_world(tp: int, pp: int = 1, timeout: float = 60.0, **mesh: Any) -> World:
+    return World(Mesh(dist.get_world_size(), tp=tp, pp=pp, **mesh), torch.device("cpu"), timeout)
 
 
 def actor_section(**changes: Any) -> SimpleNamespace:
@@ -136,17 +166,27 @@ def actor_section(**changes: Any) -> SimpleNamespace:
         "distributed_optimizer": True,
         "logprob_chunk_tokens": 16,
         "recompute": "none",
+        "sequence_parallel": False,
         "max_skipped_steps": 3,
     }
     return SimpleNamespace(**values | changes)
 
 
-def make_actor(folder: Path, world: World, *, dtype="float32", temperature=0.8, **section: Any):
+def make_actor(
+    folder: Path,
+    world: World,
+    *,
+    dtype: str = "float32",
+    temperature: float = 0.8,
+    spec: ModelSpec | None = None,
+    **section: Any,
+):
+    """`spec`: the folder's own if not given."""
     from megarl.models.roles import Actor
     from megarl.reshard.families import read_spec
 
     return Actor(
-        read_spec(folder),
+        spec or read_spec(folder),
         folder,
         world,
         SimpleNamespace(dtype=dtype),
@@ -157,18 +197,22 @@ def make_actor(folder: Path, world: World, *, dtype="float32", temperature=0.8, 
 
 
 def full_gradients(actor: Any) -> dict[str, torch.Tensor]:
-    """HF-named gradients before clipping, whole, float64, gathered from all ranks.
+    """HF-named gradients before clipping, whole, float64, gathered from all ranks; of what is not
+    trained, zeros.
 
     Read from DDP's buffers inside a step; needs `distributed_optimizer` off (every data-parallel
     rank then holds the reduced gradients).
     """
-    grads = {name: param.main_grad for name, param in actor.model.named_parameters()}
+    grads = {
+        name: tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor)
+        for name, tensor in actor.named_parameters().items()
+    }
     return gather_logical(actor, grads)
 
 
 def gather_logical(actor: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole HF-named tensors from tensors shaped like this rank's parameters, of which all copies
-    must be the same: data-parallel ones, norms on TP ranks, both ends of a tied pipeline.
+    must be the same: data-parallel ones, norms on TP ranks, experts, both ends of a tied pipeline.
     Collective.
     """
     from megarl.reshard.layout import megatron_placement
@@ -210,10 +254,11 @@ def hf_scores(
 
 
 def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Relative L2 distance over all tensors together."""
+    """Relative L2 distance over all tensors together; the distance itself to nothing but zeros."""
     names = sorted(wanted)
     difference = torch.cat([(found[n] - wanted[n]).flatten() for n in names]).norm()
-    return float(difference / torch.cat([wanted[n].flatten() for n in names]).norm())
+    size = torch.cat([wanted[n].flatten() for n in names]).norm()
+    return float(difference / size if size > 0 else difference)
 
 
 def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
@@ -231,7 +276,9 @@ def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
     first, log_probs = loss()
     first.backward()
     params = dict(model.named_parameters())
-    as_matrix = {n: p.grad.double().view(len(p), -1).clone() for n, p in params.items()}
+    state = model.state_dict(keep_vars=True)
+    gradients = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in state.items()}
+    gradients = as_stored(model, gradients)
     norm = torch.nn.utils.clip_grad_norm_(params.values(), section.clip_grad)
     groups = [
         {
@@ -241,13 +288,13 @@ def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
         {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps).step()
-    weights = {n: p.detach().double().view(len(p), -1) for n, p in params.items()}
+    weights = as_stored(model, state)
     with torch.no_grad():
         after = float(loss()[0])
     return {
         "loss": float(first),
         "log_probs": log_probs.detach(),
-        "gradients": as_matrix,
+        "gradients": gradients,
         "norm": float(norm),
         "weights": weights,
         "loss_after": after,

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.layouts import Layout, logical, packs_of, plain_state, same_bits, train
+from tests.checkpoint.layouts import (
+    Layout,
+    logical,
+    packs_of,
+    place_of,
+    plain_state,
+    same_bits,
+    train,
+)
 from tests.models.support import (
     gather_logical,
     make_samples,
@@ -24,6 +32,7 @@ from tests.models.support import (
 
 pytestmark = pytest.mark.dist
 DP2 = Layout(2)
+EP2_TP2_DP2 = Layout(4, tp=2, more={"ep": 2, "expert_tp": 1})
 
 
 def _whole_states(source: Path, layout: Layout) -> dict[str, Any]:
@@ -41,17 +50,17 @@ def _whole_states(source: Path, layout: Layout) -> dict[str, Any]:
     told["cut"] = sum(not part.is_whole for part in state.parts)
     for key in state.keys:
         mine = {name: tensors[key].view(params[name].shape) for name, tensors in owned.items()}
-        # Each parameter comes from its owner; the others of its data-parallel group get it too.
+        # Each parameter comes from its owner; the others that hold it get it too.
         mesh, rank = actor.world.mesh, actor.world.rank
         shared: dict[str, torch.Tensor] = {}
         for other, theirs in enumerate(actor.world.gather(mine)):
-            same_place = (mesh.tp_index(other), mesh.pp_index(other)) == (
-                mesh.tp_index(rank),
-                mesh.pp_index(rank),
-            )
-            if same_place:
-                assert not shared.keys() & theirs.keys(), "two owners"
-                shared |= theirs
+            here = {
+                name: tensor
+                for name, tensor in theirs.items()
+                if place_of(mesh, other, name) == place_of(mesh, rank, name)
+            }
+            assert not shared.keys() & here.keys(), "two owners"
+            shared |= here
         told[key] = gather_logical(actor, shared)
         if not layout.sharded and layout.dtype == "float32":
             assert same_bits(told[key], plain_state(actor, key))
@@ -64,6 +73,15 @@ def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     # With a hidden size of 64 every cut of the distributed optimizer falls between parameters.
     write_hf_model(folder, "qwen2", hidden_size=80)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    # Nine experts are a rank's, so that the distributed optimizer cuts one in two.
+    numbers = {"hidden_size": 80, "num_hidden_layers": 3, "num_experts": 6}
+    write_hf_model(folder, "qwen3_moe", **numbers)
     return folder
 
 
@@ -80,6 +98,22 @@ def test_gathered_state_is_that_of_a_run_that_never_cut_it(ranks, source, dtype:
         # Sums of two ranks are the same bits in either order.
         assert same_bits(first[key], plain[key]), key
     assert ("fp32_param" in first) == (dtype == "bfloat16")
+
+
+def test_gathered_state_of_experts_is_that_of_a_run_that_never_cut_it(ranks, experts) -> None:
+    """Experts have two holders, ranks 0 and 2 or 1 and 3, and so has the rest."""
+    layout = replace(EP2_TP2_DP2, section={"clip_grad": 0.0})
+    cut = ranks.run(4, _whole_states, experts, layout)
+    plain = ranks.run(4, _whole_states, experts, replace(layout, sharded=False))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(cut[0][key], plain[0][key]), key
+    for told in (cut, plain):
+        for kind in (True, False):
+            loads = [
+                sum(one["sizes"][name] for name in one["owned"] if ("experts" in name) == kind)
+                for one in told
+            ]
+            assert min(loads) > 0, "owners share the load of either kind"
 
 
 def test_every_parameter_has_one_owner_and_owners_share_the_load(ranks, source) -> None:
@@ -149,6 +183,23 @@ def _scattered(source: Path, layout: Layout) -> list[str]:
 def test_scattered_state_reaches_every_rank_that_holds_it(ranks, source, layout: Layout) -> None:
     """Also every copy: without the distributed optimizer each rank steps its own."""
     for faults in ranks.run(layout.world, _scattered, source, layout):
+        assert faults == []
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        EP2_TP2_DP2,
+        replace(EP2_TP2_DP2, sharded=False),
+        Layout(2, tp=2, more={"expert_tp": 1}),
+        Layout(2, more={"expert_tp": 2}),
+        pytest.param(replace(EP2_TP2_DP2, dtype="bfloat16"), marks=pytest.mark.long),
+        pytest.param(Layout(4, pp=2, more={"stages": (2, 1)}), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_scattered_state_of_experts_too(ranks, experts, layout: Layout) -> None:
+    for faults in ranks.run(layout.world, _scattered, experts, layout):
         assert faults == []
 
 

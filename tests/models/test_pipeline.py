@@ -1,8 +1,8 @@
 """Pipeline stages: padding and recompute change nothing, every copy is loaded, any depth divides.
 
 The step itself against torch on a tied model is in `test_step.py`, a stage that fails in
-`test_agreement.py`. Not covered: GPU (NCCL sends, memory saved by recompute), stages of unequal
-depth (refused).
+`test_agreement.py`, stages of unequal depth and virtual ones in `test_layouts.py`. Not covered: GPU
+(NCCL sends, memory saved by recompute).
 """
 
 from __future__ import annotations
@@ -207,9 +207,11 @@ def _refusals(folder: Path) -> list[str]:
     return told
 
 
-def test_uneven_stages_and_packs_of_several_lengths_are_refused(ranks, folder, by_torch) -> None:
+def test_layers_that_do_not_divide_and_packs_of_several_lengths_are_refused(
+    ranks, folder, by_torch
+) -> None:
     for stages, packs in ranks.run(2, _refusals, folder):
-        assert "layers 3" in stages and "actor.pp=2" in stages
+        assert "3 layers do not divide by actor.pp=2" in stages
         assert "pad them to one length" in packs
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megarl.platforms import interface, platform_of, prepare_sglang
+from tests.reshard.models import make_spec
 from tests.rollout import tiny
 
 MEGARL = Path(__file__).parents[2] / "megarl"
@@ -106,11 +107,8 @@ def test_megatron_takes_its_config_for_cuda() -> None:
     from megarl.contracts.mesh import Mesh
     from megarl.models.build import transformer_config
 
-    spec = SimpleNamespace(
-        layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, norm_eps=1e-6, qkv_bias=True
-    )
     device = torch.device("cuda")
-    config = transformer_config(spec, Mesh(1, tp=1), torch.bfloat16, device, "none")
+    config = transformer_config(make_spec(), Mesh(1, tp=1), torch.bfloat16, device, "none")
     assert not config.use_cpu_initialization and config.bf16
 
 

@@ -61,6 +61,7 @@ def actor_section() -> SimpleNamespace:
         distributed_optimizer=True,
         logprob_chunk_tokens=64,
         recompute="none",
+        sequence_parallel=False,
         max_skipped_steps=3,
     )
 
