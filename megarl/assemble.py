@@ -190,6 +190,7 @@ def _hybrid(
         desk.stopwatch,
         None if checkpointer is None else checkpointer.offload,
         desk.records.versions,
+        desk.recipe.rollout.verify_every,
     )
 
 
@@ -281,7 +282,7 @@ def _resharder(
 ) -> Resharder:
     return Resharder(
         megatron_placement(spec, world.mesh),
-        sglang_placement(spec, world.mesh, world.device.type),
+        sglang_placement(spec, world.mesh),
         actor.named_parameters(),
         generator.named_parameters(),
         getattr(torch, recipe.rollout.dtype),

@@ -8,6 +8,7 @@ GPU nothing is loaded, since the imports ask CUDA, which forked processes could 
 from __future__ import annotations
 
 import gc
+import importlib
 from pathlib import Path
 
 from megarl.platforms import platform_of
@@ -16,5 +17,7 @@ from megarl.process import _work
 if not Path("/dev/nvidiactl").exists():
     platform_of("cpu").prepare()
     _work(None, None)
+    # The engine would import every model that SGLang has when the first one is built.
+    importlib.import_module("sglang.srt.models.registry")
     gc.collect()
     gc.freeze()  # the first collection of a forked process would copy every page

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.audit.findings import Found
 from megarl.audit.logs import Line, tensors_of, version_of
 from megarl.audit.view import IterationView, RunView
+from megarl.checkpoint.segments import segment_of
 from megarl.contracts.states import State
 from megarl.contracts.version import WeightManifest
 from megarl.experience.manifest import MANIFEST_FILE, fault
@@ -109,6 +110,28 @@ def digests(run: RunView) -> Iterator[Found]:
         ready = line["state"] == "ROLLOUT_READY" and line.told.get("verified")
         if ready and line["version"] not in loaded:
             what = f"version {line['version']} was verified, but no loaded digests are recorded"
+            yield Found(line.where, what, field="verified")
+
+
+def read_back(run: RunView) -> Iterator[Found]:
+    """Of the versions that a start of the run handed over, the first and every
+    `rollout.verify_every`-th were read back from the generator, and the others are marked."""
+    counted: dict[int, list[str]] = {}
+    for line in run.journal:
+        if line["state"] != "ROLLOUT_READY":
+            continue
+        start = segment_of(run.segments, line["iteration"])
+        handed = counted.setdefault(start.first, [])
+        if line["version"] not in handed[-1:]:
+            handed.append(line["version"])
+        every = run.recipe_of(line["iteration"]).rollout.verify_every
+        due = (len(handed) - 1) % every == 0
+        if bool(line.told.get("verified")) != due:
+            what = (
+                f"version {line['version']} is "
+                + ("not verified" if due else "verified")
+                + f", it is number {len(handed)} of its start and rollout.verify_every is {every}"
+            )
             yield Found(line.where, what, field="verified")
 
 

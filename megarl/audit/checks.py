@@ -63,6 +63,12 @@ RUN_CHECKS = (
         check_versions.digests,
     ),
     RunCheck(
+        "read_back",
+        "weights were read back from the generator as often as the recipe says",
+        check_versions.read_back,
+        needs_recipe=True,
+    ),
+    RunCheck(
         "updates",
         "steps lead from the version that generated to the next one",
         check_versions.updates,

@@ -51,9 +51,10 @@ class BatchedAttention(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """`query` and `output` [T, H, D], caches [slots, G, D]; writes and returns `output`.
 
-        `how`: scaling, enable_gqa, causal, is_cross_attn, sliding_window_size. The stock loop
-        runs where a prompt continues a cached prefix, and where padding would make the work more
-        than half as much again.
+        Values, and with them `output`, may be narrower (latent attention). `how`: scaling,
+        enable_gqa, causal, is_cross_attn, sliding_window_size. The stock loop runs where a prompt
+        continues a cached prefix, and where padding would make the work more than half as much
+        again.
         """
         plain = how["causal"] and encoder_lens is None and how["sliding_window_size"] is None
         if plain and self._rows_T is None:
@@ -79,7 +80,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             scale=how["scaling"],
             enable_gqa=how["enable_gqa"],
         )
-        rows = attended.transpose(1, 2).reshape(batch * longest, *query.shape[1:])
+        rows = attended.transpose(1, 2).reshape(batch * longest, *output.shape[1:])
         return torch.index_select(rows, 0, self._rows_T, out=output)
 
     def _run_sdpa_forward_decode(
@@ -94,7 +95,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         encoder_lens: torch.Tensor | None,
         **how: Any,
     ) -> torch.Tensor:
-        """`query` and `output` [B, H, D], caches [slots, G, D]; writes and returns `output`."""
+        """`query` and `output` [B, H, D], caches [slots, G, D]; writes and returns `output`.
+
+        Values, and with them `output`, may be narrower (latent attention).
+        """
         windowed = how["sliding_window_size"] is not None
         if encoder_lens is not None or how["is_cross_attn"] or windowed:
             raise NotImplementedError("cross attention and sliding windows are not batched here")

@@ -18,12 +18,16 @@ from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import sampler as sampling
 from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.moe import fused_moe_native
 from sglang.srt.managers import scheduler as scheduling
 from sglang.srt.managers import tp_worker
+from sglang.srt.model_executor import model_runner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch.nn.functional import log_softmax
 
+from megarl.platforms import sglang_latent
 from megarl.platforms.sglang_attention import BatchedAttention
+from megarl.platforms.sglang_experts import local_experts
 
 SAMPLING_BACKEND = "pytorch"
 """The registry entry `SeededSampler` takes over; SGLang forces this name on CPU."""
@@ -32,12 +36,27 @@ CPU_ATTENTION_BACKEND = "torch_native"
 
 
 def install() -> None:
-    """Register the sampler, the CPU attention and the seeds of a batch; idempotent."""
+    """Register the sampler and the seeds of a batch, and what a CPU needs; idempotent."""
     sampling._CUSTOM_SAMPLER_FACTORIES.setdefault(SAMPLING_BACKEND, SeededSampler)
     if not torch.cuda.is_available():
         attention_registry.ATTENTION_BACKENDS[CPU_ATTENTION_BACKEND] = BatchedAttention
+        model_runner.adjust_config_with_unaligned_cpu_tp = _sizes_as_written
+        fused_moe_native.moe_forward_native = local_experts
+        sglang_latent.install(CPU_ATTENTION_BACKEND)
     if SamplingBatchInfo.from_schedule_batch.__func__ is _STOCK_FROM_SCHEDULE_BATCH:
         SamplingBatchInfo.from_schedule_batch = classmethod(_with_request_seeds)
+
+
+def _sizes_as_written(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Replaces `model_runner.adjust_config_with_unaligned_cpu_tp`: the config stays as it is.
+
+    On a CPU, SGLang rounds heads up to a multiple of the tensor-parallel size and feed-forward
+    widths to one of 32 per rank, for kernels of `sgl_kernel`, and takes the head size of a Qwen2
+    model from its hidden size. No checkpoint fills what is added. Without it the layers are made
+    and loaded as on a GPU, key/value heads replicated where there are fewer than ranks;
+    `rollout.sizes` refuses what does not divide.
+    """
+    return model_config
 
 
 # --- One replica of a larger world ----------------------------------------------------------

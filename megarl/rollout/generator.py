@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.contracts.mesh import Mesh
@@ -37,6 +38,7 @@ from megarl.rollout.requests import (
     assign_replicas,
     request_seed,
 )
+from megarl.rollout.sizes import check_divides
 
 __all__ = [
     "Generator",
@@ -49,6 +51,16 @@ __all__ = [
 ]
 
 Parameters = dict[str, torch.Tensor]
+ONE_TOKEN = SamplingContract(
+    n=1,
+    temperature=0.0,
+    max_response_tokens=1,
+    stop_token_ids=(),
+    seed=0,
+    dtype="",
+    attention_backend="",
+)
+"""What is asked for where only the prompt is read: SGLang ends no request without a token."""
 
 
 class WrongVersion(RuntimeError):
@@ -77,11 +89,14 @@ class Generator:
     ) -> None:
         """Load `folder` (an HF checkpoint) and allocate the key-value cache. Collective.
 
-        `section` is the recipe's rollout section: tp, dtype, attention_backend,
+        `section` is the recipe's rollout section: tp, ep, dtype, attention_backend,
         max_total_tokens, max_running_requests, chunked_prefill_tokens, retries, release. The
         default process group must exist and have `mesh.world` ranks. No random generator of this
-        process changes. Raises `ValueError` when the sizes asked for cannot be had.
+        process changes. Raises `ValueError` when the sizes asked for cannot be had, and where the
+        model does not divide by tp and ep.
         """
+        config = json.loads((Path(folder) / "config.json").read_text())
+        check_divides(config, mesh.rollout_tp, getattr(section, "ep", 1), str(folder))
         self.active: PolicyVersion | None = None
         self.replica = mesh.replica(rank)
         self._section = section
@@ -100,25 +115,12 @@ class Generator:
         # Only the sampling contract says where a response stops.
         config.hf_eos_token_id = None
         self._model = self._scheduler.tp_worker.model_runner.model
-        self._check_sizes(Path(folder), mesh.rollout_tp)
+        self._check_sizes()
 
-    def _check_sizes(self, folder: Path, tp: int) -> None:
+    def _check_sizes(self) -> None:
         section, scheduler = self._section, self._scheduler
         problem = None
-        written = json.loads((folder / "config.json").read_text())
-        built = self._model.config
-        padded = [
-            f"{key} {written[key]} to {getattr(built, key)}"
-            for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-            if key in written and written[key] != getattr(built, key)
-        ]
-        if padded:
-            problem = (
-                f"{folder}: SGLang pads {', '.join(padded)} at rollout.tp={tp} on this device, "
-                "which no checkpoint fills; choose a rollout.tp that divides them, "
-                "intermediate_size into multiples of 32"
-            )
-        elif scheduler.max_total_num_tokens != section.max_total_tokens:
+        if scheduler.max_total_num_tokens != section.max_total_tokens:
             problem = (
                 f"rollout.max_total_tokens={section.max_total_tokens} does not fit: there is "
                 f"memory for {scheduler.max_total_num_tokens}; lower it or free memory"
@@ -138,8 +140,8 @@ class Generator:
     def named_parameters(self) -> Parameters:
         """SGLang's live parameters on this rank, by its own names, for writing in place.
 
-        Fused and sharded as SGLang holds them (`qkv_proj`, `gate_up_proj`). Tied models have no
-        `lm_head.weight`. Call `deactivate` before the first write.
+        Fused and sharded as SGLang holds them (`qkv_proj`, `gate_up_proj`, `experts.w13_weight`).
+        Tied models have no `lm_head.weight`. Call `deactivate` before the first write.
         """
         return dict(self._model.named_parameters())
 
@@ -178,6 +180,7 @@ class Generator:
         if WEIGHTS in self._released:
             raise RuntimeError(f"replica {self.replica} is asleep, wake() comes before the weights")
         self.flush()
+        self._scheduler.remake_derived()
         self._resume(self._released)
         self.active = version
 
@@ -205,11 +208,7 @@ class Generator:
         that cannot be served as asked, `LostGeneration` past the retries without `on_loss`,
         `FloatingPointError` when a log-prob is not a number.
         """
-        if self.active != version:
-            raise WrongVersion(
-                f"replica {self.replica} holds {self.active or 'no version'}, not {version}; "
-                "publish the actor's weights first"
-            )
+        self._check_version(version)
         self._check_requests(requests, sampling)
         collected = Collected(requests, sampling, self.eos_ids, on_completion)
         with engine.preserved_rng(self._device):
@@ -231,6 +230,45 @@ class Generator:
         for loss in losses:
             on_loss(loss)
         return collected.samples()
+
+    def prompt_log_probs(
+        self, prompts: Sequence[Sequence[int]], version: PolicyVersion
+    ) -> list[np.ndarray]:
+        """Log-probs of prompt tokens but the first, at temperature 1: float32 [length - 1] each.
+
+        By the same weights, kernels and layout as `generate`, for holding a layout against another
+        model; no cached prefix is used. Collective over the replica. Raises what `generate` does.
+        """
+        self._check_version(version)
+        requests = [Request(row, 0, tuple(prompt), seed=0) for row, prompt in enumerate(prompts)]
+        self._check_requests(requests, ONE_TOKEN)
+        asked = [
+            engine.engine_request(str(row), request, ONE_TOKEN, of_prompt=True)
+            for row, request in enumerate(requests)
+        ]
+        finished: dict[int, np.ndarray] = {}
+
+        def accept(request: engine.Req) -> None:
+            # SGLang has none of the first token's.
+            told = (request.logprob.input_token_logprobs_val or [None])[1:]
+            finished[int(request.rid)] = np.array(told, dtype=np.float32)
+
+        with engine.preserved_rng(self._device):
+            self._scheduler.drive(asked, accept)
+        for row, request in enumerate(requests):
+            told = finished.get(row)
+            if told is None or len(told) != len(request.prompt_ids) - 1:
+                raise LostGeneration(f"{named(request)}: SGLang gave no log-probs of the prompt")
+            if not np.isfinite(told).all():
+                raise FloatingPointError(f"{named(request)}: the prompt's log-probs have no value")
+        return [finished[row] for row in range(len(requests))]
+
+    def _check_version(self, version: PolicyVersion) -> None:
+        if self.active != version:
+            raise WrongVersion(
+                f"replica {self.replica} holds {self.active or 'no version'}, not {version}; "
+                "publish the actor's weights first"
+            )
 
     def _check_requests(self, requests: Sequence[Request], sampling: SamplingContract) -> None:
         # Greedy differs from what can be trained on by its temperature alone.

@@ -168,8 +168,20 @@ class InProcessScheduler(scheduling.Scheduler):
             # is none would be none.
             self.req_to_token_pool.req_to_token.zero_()
             cache = self.token_to_kv_pool_allocator.get_kvcache()
-            for tensor in (*cache.k_buffer, *cache.v_buffer):
+            latent = getattr(cache, "kv_buffer", None)
+            for tensor in latent or (*cache.k_buffer, *cache.v_buffer):
                 tensor.zero_()
+
+    def remake_derived(self) -> None:
+        """Make again what SGLang made of the weights when it loaded them.
+
+        Latent attention multiplies by two transposed halves of `kv_b_proj`, which are no
+        parameters: whoever writes parameters in place leaves them behind.
+        """
+        remake = getattr(self.tp_worker.model_runner.model, "post_load_weights", None)
+        if remake is not None:
+            with torch.no_grad():
+                remake()
 
 
 def build_scheduler(
@@ -186,8 +198,11 @@ def build_scheduler(
     arguments = ServerArgs(
         model_path=str(folder),
         tp_size=tp,
+        ep_size=getattr(section, "ep", 1),
         dtype=section.dtype,
         skip_tokenizer_init=True,
+        # Else some devices keep DeepSeek's shared expert under the routed ones' names.
+        disable_shared_experts_fusion=True,
         sampling_backend=sglang_patches.SAMPLING_BACKEND,
         max_total_tokens=section.max_total_tokens,
         max_running_requests=section.max_running_requests,
@@ -226,9 +241,12 @@ def destroy_scheduler() -> None:
 
 
 def engine_request(
-    name: str, request: Request, sampling: SamplingContract
+    name: str, request: Request, sampling: SamplingContract, of_prompt: bool = False
 ) -> TokenizedGenerateReqInput:
-    """SGLang's form of `request`, with log-probs of its output tokens."""
+    """SGLang's form of `request`, with log-probs of its output tokens, and of its prompt's.
+
+    The prompt's are at temperature 1 and taken from the weights: no cached prefix is used.
+    """
     parameters = SamplingParams(
         max_new_tokens=sampling.max_response_tokens,
         temperature=sampling.temperature,
@@ -245,7 +263,7 @@ def engine_request(
         token_type_ids=None,
         sampling_params=parameters,
         return_logprob=True,
-        logprob_start_len=-1,
+        logprob_start_len=0 if of_prompt else -1,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,

@@ -167,3 +167,26 @@ def a_manifest_that_is_a_folder(forger: Forger) -> None:
 @fault("manifest", "parts: rows is 'many'")
 def a_manifest_with_a_word_for_a_number(forger: Forger) -> None:
     forger.manifest(2, lambda told: told["parts"][0].update(rows="many"))
+
+
+@fault("setting", "data.json: is missing")
+def no_word_about_the_data(forger: Forger) -> None:
+    (forger.run / "data.json").unlink()
+
+
+@fault("setting", "environment.json: is not JSON")
+def no_word_about_the_machine(forger: Forger) -> None:
+    forger.write(forger.run / "environment.json", "{")
+
+
+@fault("export", "holds no weights")
+def no_exported_model(forger: Forger) -> None:
+    shutil.rmtree(forger.run / "hf")
+
+
+@fault("export", "is not what versions.jsonl:")
+def an_exported_model_with_one_other_bit(forger: Forger) -> None:
+    path = sorted((forger.run / "hf").glob("*.safetensors"))[0]
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    forger.write(path, bytes(body))

@@ -282,6 +282,15 @@ def a_hand_over_told_twice(forger: Forger) -> None:
     forger.lines("versions.jsonl", edit)
 
 
+@fault("read_back", "is not verified, it is number")
+def a_version_that_was_not_read_back(forger: Forger) -> None:
+    def edit(lines: list) -> None:
+        ready = [line for line in lines if line["state"] == "ROLLOUT_READY"]
+        ready[-1].update(verified=False)
+
+    forger.lines("journal.jsonl", edit)
+
+
 @fault("losses metrics", "recorded, the facts give")
 def an_edited_first_loss(forger: Forger) -> None:
     def edit(lines: list) -> None:
@@ -322,26 +331,3 @@ def metrics_without_an_iteration(forger: Forger) -> None:
 @fault("rows", "iteration 2 after 2")
 def metrics_with_an_iteration_twice(forger: Forger) -> None:
     forger.lines("metrics.jsonl", lambda lines: lines.append(dict(lines[-1])))
-
-
-@fault("setting", "data.json: is missing")
-def no_word_about_the_data(forger: Forger) -> None:
-    (forger.run / "data.json").unlink()
-
-
-@fault("setting", "environment.json: is not JSON")
-def no_word_about_the_machine(forger: Forger) -> None:
-    forger.write(forger.run / "environment.json", "{")
-
-
-@fault("export", "holds no weights")
-def no_exported_model(forger: Forger) -> None:
-    shutil.rmtree(forger.run / "hf")
-
-
-@fault("export", "is not what versions.jsonl:")
-def an_exported_model_with_one_other_bit(forger: Forger) -> None:
-    path = sorted((forger.run / "hf").glob("*.safetensors"))[0]
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 1
-    forger.write(path, bytes(body))

@@ -326,4 +326,4 @@ def on_one_rank(ranks: Any, layout: str) -> dict[str, Any]:
 
 @functools.cache
 def on_two_ranks(ranks: Any, layout: str, tp: int) -> list[dict[str, Any]]:
-    return ranks.run(2, two_ranks, folder(layout), tp, folder(layout, ffn=80))
+    return ranks.run(2, two_ranks, folder(layout), tp, folder(layout, ffn=81))

@@ -1,7 +1,7 @@
 """Real SGLang in the rank, on small random HF models, against the HF model in float64.
 
-Not covered: CUDA, families besides Llama and Qwen2 layouts, sizes where bf16 or long contexts
-change the arithmetic, a rank that dies while its replica generates.
+Not covered: CUDA, families besides Llama and Qwen2 layouts (`test_families` has them), sizes where
+bf16 or long contexts change the arithmetic, a rank that dies while its replica generates.
 """
 
 from __future__ import annotations
@@ -192,9 +192,9 @@ def test_padding_rows_are_declared_on_every_shard(ranks):
     assert one == {} and two == {name: (144, 160)}
 
 
-def test_sizes_that_sglang_pads_are_refused(ranks):
+def test_sizes_that_do_not_divide_are_refused(ranks):
     for found in on_two_ranks(ranks, "qwen2", 2):
-        assert "pads intermediate_size 80 to 128 at rollout.tp=2" in found["unaligned"]
+        assert "intermediate_size 81 does not divide by 2 (rollout.tp=2" in found["unaligned"]
 
 
 def test_bf16_stays_within_its_own_bound(ranks):
@@ -209,7 +209,7 @@ def test_bf16_stays_within_its_own_bound(ranks):
 def test_two_replicas_of_two_ranks(ranks):
     alone = on_one_rank(ranks, "llama")[1.0]["batch"]
     shown = ranks.run(
-        4, engines.two_ranks, engines.folder("llama"), 2, engines.folder("llama", ffn=80)
+        4, engines.two_ranks, engines.folder("llama"), 2, engines.folder("llama", ffn=81)
     )
     assert shown[0]["rows"] == shown[1]["rows"] != shown[2]["rows"] == shown[3]["rows"]
     for found in shown:

@@ -34,6 +34,7 @@ ACTOR = SimpleNamespace(
     distributed_optimizer=True,
     logprob_chunk_tokens=64,
     recompute="none",
+    sequence_parallel=False,
     max_skipped_steps=3,
 )
 

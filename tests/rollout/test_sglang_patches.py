@@ -49,6 +49,23 @@ RELIED_ON = {
     "sglang.kernels.ops.sampling.murmur_hash:murmur_hash32_kernel": "60f22453",
     "sglang.srt.layers.logits_processor:LogitsProcessor._copy_logits_to_buffer": "8d88229d",
     "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend": "c681bb92",
+    "sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp": "f8191062",
+    # Replaced by `platforms/sglang_experts.py`, or what gives it its numbers and its weights.
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native": "53b7e130",
+    "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod.forward_cpu": "91121973",
+    "sglang.srt.layers.moe.token_dispatcher.standard:StandardDispatcher.dispatch": "0feeaea0",
+    "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w13": "dfb50517",
+    "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w2": "972acbd2",
+    "sglang.srt.runtime_context:derive_spawn_ranks": "e58cc660",
+    # Replaced by `platforms/sglang_latent.py`, or called again after weights were written.
+    "sglang.srt.layers.rotary_embedding.factory:get_rope_cpu": "e4dff05b",
+    "sglang.srt.layers.rotary_embedding.factory:get_rope_wrapper": "7847ad65",
+    "sglang.srt.models.deepseek_common.attention_backend_handler:"
+    "AttentionBackendRegistry": "798170f0",
+    "sglang.srt.models.deepseek_common.deepseek_weight_loader:"
+    "DeepseekV2WeightLoaderMixin.post_load_weights": "9fcce55c",
+    # Log-probs of prompts.
+    "sglang.srt.managers.schedule_batch:compute_extend_logprob_start_len": "c8646397",
     # Replaced by `platforms/sglang_results.py`, or what it leaves out for requests of megarl's.
     "sglang.srt.managers.scheduler_components.batch_result_processor:"
     "SchedulerBatchResultProcessor.process_batch_result_decode": "58f0802c",

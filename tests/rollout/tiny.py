@@ -53,6 +53,7 @@ def section(**changes: Any) -> SimpleNamespace:
     """A rollout section as the recipe gives it."""
     values: dict[str, Any] = {
         "tp": 1,
+        "ep": 1,
         "dtype": "float32",
         "attention_backend": "auto",
         "max_total_tokens": 4096,
