@@ -11,7 +11,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.safetensors_folder import (
+    COMPANIONS,
+    DERIVED_SUFFIX,
     DTYPES,
+    EMBEDDING,
+    OUTPUT,
     STORED_AS,
     FolderWriter,
     StoredTensor,
@@ -21,29 +25,14 @@ from megarl.reshard.digest import Digester, block_digest
 from megarl.reshard.exchange import Exchange, as_matrix, window
 from megarl.reshard.families import FolderError, ModelSpec
 from megarl.reshard.layout import hf_placement
+from megarl.reshard.matrix import held_as
 from megarl.reshard.placement import LogicalTensor, Piece, Placement
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transfer import param_faults, source_digests
 from megarl.world import World
 
-DERIVED_SUFFIX = ".rotary_emb.inv_freq"
-"""A buffer that old checkpoints carry and the config determines."""
-COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""What makes a folder of weights usable, copied as it is where the source folder has it."""
 STREAM_BYTES = 64 << 20
 """What rank 0 holds of an export at a time, unless one tensor is larger."""
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_shards(
@@ -93,25 +82,39 @@ def export_folder(
     return. Raises `FolderError` on every rank when it exists or could not be written,
     `DriftError` when copies of the shards differ.
     """
-    writer = FolderWriter(Path(folder_out), STORED_AS[dtype]) if world.rank == 0 else None
+    whole = hf_placement(spec, world.mesh)
+    dtypes = {name: held_as(tensor, dtype) for name, tensor in whole.tensors.items()}
+    stored_as = {name: STORED_AS[each] for name, each in dtypes.items()}
+    writer = FolderWriter(Path(folder_out), stored_as) if world.rank == 0 else None
     faults = param_faults(placement, world.rank, params)
     if writer is not None and (refusal := writer.refusal()):
         faults.append(refusal)
     _agree(world, "; ".join(faults[:3]))
     digests = source_digests(placement, Digester(placement, world.rank, params, dtype), world)
-    whole = hf_placement(spec, world.mesh)
     plan = make_plan(placement, whole)
     tensors = list(whole.tensors.values())
     if writer is not None:
         writer.begin([(tensor.name, tensor.shape) for tensor in tensors])
     for group in _groups(tensors, STREAM_BYTES // dtype.itemsize):
         received = {
-            tensor.name: torch.empty(tensor.shape, dtype=dtype, device=world.device)
+            tensor.name: torch.empty(tensor.shape, dtype=dtypes[tensor.name], device=world.device)
             for tensor in group
             if writer is not None
         }
-        part = plan.only({tensor.name for tensor in group})
-        Exchange(part, world.rank, params, received, dtype, STREAM_BYTES, device=world.device).run()
+        names: dict[torch.dtype, set[str]] = {}
+        for tensor in group:
+            names.setdefault(dtypes[tensor.name], set()).add(tensor.name)
+        for kind, held in names.items():
+            exchange = Exchange(
+                plan.only(held),
+                world.rank,
+                params,
+                received,
+                kind,
+                STREAM_BYTES,
+                device=world.device,
+            )
+            exchange.run()
         if writer is not None:
             for name, tensor in received.items():
                 if block_digest(as_matrix(tensor), name, 0, 0) != digests[name]:

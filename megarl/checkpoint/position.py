@@ -79,8 +79,8 @@ class Position:
     """tokenizer (with chat template), model, data, eval_data, sampling, scorer → hash."""
     recipe: dict[str, Any]
     recipe_hash: str
-    layout: dict[str, int]
-    """ranks, tp, pp, dp, rollout_tp."""
+    layout: dict[str, Any]
+    """`Mesh.described`."""
     records: dict[str, dict[str, Any]]
     """Line file → bytes and blake3 of what it held."""
     eval_files: list[str]

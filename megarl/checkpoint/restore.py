@@ -17,7 +17,7 @@ from megarl.checkpoint.saver import ACTOR, RANDOM, REFERENCE
 from megarl.checkpoint.tensor_digests import manifest_of_role, tensor_digests
 from megarl.checkpoint.torch_dist import (
     load_tensors,
-    model_tensors,
+    owned_tensors,
     rank_object,
     read_whole,
     share_weights,
@@ -61,9 +61,7 @@ def restore_roles(
         ],
     )
     if reference is not None and position.reference is not None:
-        shards = model_tensors(reference.model, state.owners)
-        owned = {name: part for name, part in shards.items() if state.owns(name)}
-        load_tensors(owned, folder / REFERENCE)
+        load_tensors(owned_tensors(reference.model, state), folder / REFERENCE)
         share_weights(reference.model, state.owners)
         here = manifest_of_role(reference, position.reference.manifest.tensors[0].dtype, world)
         _refuse(folder / REFERENCE, "weights", position.reference.manifest.differences(here))

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +31,22 @@ MOST_FILE_BYTES = 5 * 10**9
 """Weights beyond this go into several files with an index."""
 MOST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+"""A buffer that old checkpoints carry and the config determines."""
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""What makes a folder of weights usable, copied as it is where the source folder has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,8 @@ class StoredTensor:
     dtype: str
     """safetensors' name: `F32`, `BF16`, ..."""
     shape: tuple[int, ...]
+    offset: int
+    """Where its elements begin in the file, in bytes."""
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -96,10 +116,15 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        end = 8 + length + entry["data_offsets"][1]
+        begin, end = (8 + length + at for at in entry["data_offsets"])
         if end > size:
             raise FolderError(f"{path}: truncated: {name} ends at byte {end}, the file at {size}")
-        tensors[name] = StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]))
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype in BYTES and end - begin != BYTES[dtype] * prod(shape):
+            raise FolderError(
+                f"{path}: damaged: {name} {dtype}{list(shape)} has {end - begin} bytes"
+            )
+        tensors[name] = StoredTensor(name, path, dtype, shape, begin)
     return tensors
 
 
@@ -110,14 +135,20 @@ class FolderWriter:
     on taking part in its collectives meanwhile.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        """`dtype`: safetensors' name for the dtype of every tensor."""
+    def __init__(
+        self, folder: Path, dtype: str | Mapping[str, str], most_file_bytes: int | None = None
+    ) -> None:
+        """`dtype`: safetensors' name for the dtype of every tensor, or of each; `most_file_bytes`:
+        weights beyond this go into another file (default: `MOST_FILE_BYTES`)."""
         self.folder, self.dtype = folder, dtype
+        self.most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
         self.partial = folder.with_name(f".{folder.name}.partial")
         self.error = ""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.files: dict[str, list[str]] = {}
         self.file: BinaryIO | None = None
+        self.to_come: list[tuple[str, str]] = []
+        """First tensor and name of the files that are not begun yet, the next one last."""
 
     def refusal(self) -> str:
         return f"{self.folder}: exists; name another folder" if self.folder.exists() else ""
@@ -131,7 +162,7 @@ class FolderWriter:
         self.shapes = dict(tensors)
         size = 0
         for name, _ in tensors:
-            if groups[-1] and size + self._bytes(name) > MOST_FILE_BYTES:
+            if groups[-1] and size + self._bytes(name) > self.most:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
@@ -139,28 +170,33 @@ class FolderWriter:
         count = len(groups)
         names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
         self.files = dict(zip([SINGLE] if count == 1 else names, groups, strict=True))
+        self.to_come = [(held[0], file) for file, held in reversed(self.files.items())]
         try:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
         except OSError as error:
             self.fail(str(error))
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """The next tensor's bytes; a new file begins with its header."""
+    def add(self, name: str, rows: Tensor) -> None:
+        """The next tensor, or its next rows: bytes behind those before, in the dtype they are to
+        have. A new file begins with its header."""
         if self.error:
             return
         try:
-            for file, names in self.files.items():
-                if names[0] == name:
-                    self._close()
-                    self.file = (self.partial / file).open("wb")
-                    self.file.write(self._file_header(names))
-            self.file.write(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+            if self.to_come and self.to_come[-1][0] == name:
+                self._close()
+                _, file = self.to_come.pop()
+                self.file = (self.partial / file).open("wb")
+                self.file.write(self._file_header(self.files[file]))
+            self.file.write(rows.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
         except OSError as error:
             self.fail(f"{name}: {error}")
 
-    def finish(self, source: Path, companions: Sequence[str]) -> str:
-        """Index, config and companion files, then the rename. Returns the error, or nothing."""
+    def finish(
+        self, source: Path, companions: Sequence[str], also: Mapping[str, str] | None = None
+    ) -> str:
+        """Index, config, companion files and `also` (name → text), then the rename. Returns the
+        error, or nothing."""
         try:
             self._close()
             if not self.error:
@@ -169,6 +205,8 @@ class FolderWriter:
                 for name in companions:
                     if (source / name).is_file():
                         shutil.copyfile(source / name, self.partial / name)
+                for name, text in (also or {}).items():
+                    (self.partial / name).write_text(text)
                 if stored_tensors(self.partial).keys() != self.shapes.keys():
                     self.fail("the files do not hold every tensor")
             if not self.error:
@@ -176,22 +214,34 @@ class FolderWriter:
         except (OSError, FolderError) as error:
             self.fail(str(error))
         if self.error:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self.discard()
         return self.error
 
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self.file is not None:
+            # What cannot be flushed goes anyway.
+            with suppress(OSError):
+                self.file.close()
+            self.file = None
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _dtype(self, name: str) -> str:
+        return self.dtype if isinstance(self.dtype, str) else self.dtype[name]
+
     def _bytes(self, name: str) -> int:
-        size = BYTES[self.dtype]
-        for extent in self.shapes[name]:
-            size *= extent
-        return size
+        return BYTES[self._dtype(name)] * prod(self.shapes[name])
 
     def _file_header(self, names: Sequence[str]) -> bytes:
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in names:
             end = at + self._bytes(name)
-            shape = list(self.shapes[name])
-            entries[name] = {"dtype": self.dtype, "shape": shape, "data_offsets": [at, end]}
+            entries[name] = {
+                "dtype": self._dtype(name),
+                "shape": list(self.shapes[name]),
+                "data_offsets": [at, end],
+            }
             at = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         # safetensors wants the data aligned to 8 bytes and lets the header end in spaces.
@@ -215,8 +265,17 @@ class FolderWriter:
         (self.partial / INDEX).write_text(json.dumps(index, indent=2))
 
     def _write_config(self, source: Path) -> None:
-        """The source's config with the dtype that was written."""
-        config = read_config(source)
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        config |= dict.fromkeys(keys, DTYPES[self.dtype])
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        """The source's config with the dtype that was written: of most elements."""
+        elements: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            dtype = self._dtype(name)
+            elements[dtype] = elements.get(dtype, 0) + prod(shape)
+        most = max(elements, key=elements.__getitem__)
+        (self.partial / "config.json").write_text(config_text(source, DTYPES[most]))
+
+
+def config_text(source: Path, dtype: str) -> str:
+    """The config.json of the folder `source`, with weights of `dtype`, torch's name."""
+    config = read_config(source)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    return json.dumps(config | dict.fromkeys(keys, dtype), indent=2) + "\n"

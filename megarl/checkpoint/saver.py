@@ -40,6 +40,8 @@ from megarl.world import World
 ACTOR, REFERENCE = "actor", "reference"
 RANDOM = "random"
 VOTE_CHECKPOINT = "CHECKPOINT"
+STATE_BYTES = 4
+"""Of an element of the optimizer's state, which is float32."""
 
 MakePosition = Callable[[dict[str, str], int], Position]
 """(`tensor_digests`, Adam's step) → the position; called on rank 0."""
@@ -190,12 +192,14 @@ class Checkpointer:
         self.wait_for_removal()
 
     def _bytes(self) -> int:
-        """About what this rank writes."""
-        parameters = list(self.actor.model.parameters())
-        weights = sum(param.numel() * param.element_size() for param in parameters)
+        """About what this rank writes: of copies on tensor-parallel ranks too."""
+        owned = [
+            param for name, param in self.actor.named_parameters().items() if self.state.owns(name)
+        ]
         copies = 1 if self.reference is None else 2
-        state = sum(t.numel() * 4 for part in self.state.parts for t in part.tensors.values())
-        return weights * copies // self.world.mesh.dp + state
+        weights = sum(param.numel() * param.element_size() for param in owned)
+        elements = sum(param.numel() for param in owned)
+        return weights * copies + elements * len(self.state.keys) * STATE_BYTES
 
     def _make_room(self, folder: Path, need: int) -> None:
         (self.run_folder / commits.FOLDER).mkdir(exist_ok=True)
@@ -274,13 +278,6 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def layout_of(world: World) -> Mapping[str, int]:
+def layout_of(world: World) -> Mapping[str, Any]:
     """Of a position."""
-    mesh = world.mesh
-    return {
-        "ranks": mesh.world,
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "dp": mesh.dp,
-        "rollout_tp": mesh.rollout_tp,
-    }
+    return world.mesh.described

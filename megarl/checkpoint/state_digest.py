@@ -1,9 +1,9 @@
 """Digests of the optimizer's state that do not depend on how it is laid out.
 
 One for each state tensor of each logical (HF-named) tensor, as `reshard/digest.py` defines it: over
-the float32 bits at their logical place, on any number of tensor-, pipeline- and data-parallel
-ranks, with the distributed optimizer or without. A resume whose digests are those of the save
-brought every element back, bit for bit, to where it belongs.
+the float32 bits at their logical place, on any number of tensor-, pipeline-, expert- and
+data-parallel ranks, with the distributed optimizer or without. A resume whose digests are those of
+the save brought every element back, bit for bit, to where it belongs.
 
 A rank may hold any flat range of a parameter: the end of one row, whole rows, the beginning of
 another. Each of these is a rectangle, and is digested where it lies.
@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.contracts.mesh import Mesh
 from megarl.models.optimizer_state import OptimizerState, StatePart
 from megarl.reshard.digest import Digester, DriftError, drifted, joined
+from megarl.reshard.families import family_rules
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement
 from megarl.reshard.placement import LayoutError, Padding, Piece, Placement
@@ -60,7 +61,8 @@ def rectangles(start: int, end: int, cols: int) -> list[Rectangle]:
 def state_digests(
     spec: ModelSpec, mesh: Mesh, state: OptimizerState, world: World
 ) -> dict[str, int]:
-    """`exp_avg/<HF name>` … → digest in 0 … 2^64 − 1, the same on every rank. Collective.
+    """`exp_avg/<HF name>` … → digest in 0 … 2^64 − 1 of every tensor that is trained, the same on
+    every rank. Collective.
 
     A tensor's digest is that of its values alone: equal values have equal digests in any of the
     state tensors. Raises `DriftError` naming tensor and ranks where copies differ (norms on
@@ -68,7 +70,6 @@ def state_digests(
     where the ranks' ranges do not make up the parameters.
     """
     placement = megatron_placement(spec, mesh)
-    copies, places = _places(spec, mesh, state.parts, world)
     digester = Digester(_blocks(placement, world.rank, state.parts), 0, {}, torch.float32)
     shares = []
     for key in state.keys:
@@ -77,45 +78,75 @@ def state_digests(
     mine = torch.stack(shares)
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(everyone, mine, group=world.control)
+    by_rank, untrained = _whole_shares(spec, mesh, state, world, torch.stack(everyone))
     digests: dict[str, int] = {}
     torn: dict[str, Sequence[Mapping[int, Sequence[int]]]] = {}
     for number, key in enumerate(state.keys):
-        # int64 sums wrap, which is the digest's own arithmetic.
-        by_place = [sum(everyone[rank][number] for rank in ranks).tolist() for ranks in places]
-        whole, differing = joined(copies, by_place)
-        digests |= {f"{key}/{name}": value for name, value in whole.items()}
-        for name, parts in differing.items():
-            torn[f"{key}/{name}"] = [
-                {share: [rank for place in said[share] for rank in places[place]] for share in said}
-                for said in parts
-            ]
+        whole, differing = joined(placement, by_rank[:, number].tolist())
+        digests |= {f"{key}/{n}": value for n, value in whole.items() if n not in untrained}
+        torn |= {f"{key}/{name}": parts for name, parts in differing.items()}
     if torn:
         raise DriftError(f"copies of the optimizer's state differ: {drifted(torn)}")
     return digests
 
 
-def _places(
-    spec: ModelSpec, mesh: Mesh, parts: Sequence[StatePart], world: World
-) -> tuple[Placement, list[list[int]]]:
-    """The layout whose copies must agree, and for each of its ranks those that hold it together.
+def _whole_shares(
+    spec: ModelSpec, mesh: Mesh, state: OptimizerState, world: World, shares: Tensor
+) -> tuple[Tensor, set[str]]:
+    """int64 [ranks, state tensors, logical tensors]: for each rank what the state of its parameters
+    digests to, whole, from `shares`, of the same shape, of what each rank holds of it. And the
+    names of logical tensors that are no parameters, but buffers.
 
-    Without the distributed optimizer every rank holds its parameters' state whole; with it, the
-    data-parallel ranks of one model-parallel place do.
+    With the distributed optimizer the ranks that hold copies of a parameter have its state
+    together. Experts lie on the ranks in another way than the rest. Raises `LayoutError`.
     """
     placement = megatron_placement(spec, mesh)
-    held = world.gather({part.name: (part.start, part.end) for part in parts})
-    if all(_make_up([held[rank]], placement.params[rank]) for rank in range(world.size)):
-        return placement, [[rank] for rank in range(world.size)]
-    place = Mesh(mesh.tp * mesh.pp, tp=mesh.tp, pp=mesh.pp)
-    together: list[list[int]] = [[] for _ in range(place.world)]
-    for rank in range(world.size):
-        together[mesh.tp_index(rank) + mesh.tp * mesh.pp_index(rank)].append(rank)
-    for ranks in together:
-        if not _make_up([held[rank] for rank in ranks], placement.params[ranks[0]]):
-            raise LayoutError(
-                f"the optimizer's state on ranks {ranks} does not make up their parameters exactly"
-            )
-    return megatron_placement(spec, place), together
+    ranges = {part.name: (part.start, part.end) for part in state.parts}
+    held, trained = zip(*world.gather((ranges, set(state.owners))), strict=True)
+    experts = {rule.hf for rule in family_rules(spec) if rule.expert is not None}
+    is_expert = torch.tensor([name in experts for name in placement.tensors])
+    expert_params = [
+        {piece.param for piece in pieces if piece.tensor in experts} for pieces in placement.pieces
+    ]
+    found = shares.clone()
+    for of_experts in (False, True) if experts else (False,):
+        shapes = [
+            {n: placement.params[r][n] for n in trained[r] if (n in expert_params[r]) == of_experts}
+            for r in range(world.size)
+        ]
+        own = [
+            {n: held[r][n] for n in held[r] if (n in expert_params[r]) == of_experts}
+            for r in range(world.size)
+        ]
+        if all(_make_up([mine], wanted) for mine, wanted in zip(own, shapes, strict=True)):
+            continue  # every rank has the state of its parameters whole
+        for ranks in _holders(mesh, of_experts):
+            if not _make_up([own[rank] for rank in ranks], shapes[ranks[0]]):
+                raise LayoutError(
+                    f"the optimizer's state on ranks {ranks} does not make up their parameters "
+                    "exactly"
+                )
+            # int64 sums wrap, which is the digest's own arithmetic.
+            total = shares[ranks].sum(dim=0)
+            found[ranks] = torch.where(is_expert == of_experts, total, found[ranks])
+    untrained = {
+        piece.tensor
+        for pieces, names in zip(placement.pieces, trained, strict=True)
+        for piece in pieces
+        if piece.param not in names
+    }
+    return found, untrained
+
+
+def _holders(mesh: Mesh, of_experts: bool) -> list[list[int]]:
+    """The ranks that hold copies of the same parameters, for each place in the layout."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world):
+        place = (mesh.tp_index(rank),)
+        if of_experts:
+            place = (mesh.etp_index(rank), mesh.ep_index(rank))
+        found.setdefault((*place, mesh.pp_index(rank)), []).append(rank)
+    return list(found.values())
 
 
 def _make_up(held: Sequence[Ranges], shapes: Mapping[str, Shape]) -> bool:
@@ -185,7 +216,7 @@ def _blocks(placement: Placement, rank: int, parts: Sequence[StatePart]) -> Plac
                 if common := _common(block, pad):
                     row, col, rows, cols = common
                     unused.append(Padding(name, row - block.row, col - block.col, rows, cols))
-    return Placement("optimizer", placement.tensors, (tuple(cut),), (shapes,), (tuple(unused),))
+    return Placement.of_pieces("optimizer", placement.tensors, (cut,), (shapes,), (unused,))
 
 
 def _common(block: Rectangle, held: Piece | Padding) -> tuple[int, int, int, int] | None:

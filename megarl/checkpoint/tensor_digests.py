@@ -9,6 +9,7 @@ from megarl.contracts.version import WeightManifest
 from megarl.models.optimizer_state import OptimizerState
 from megarl.models.roles import Actor, Reference
 from megarl.reshard.digest import Digester
+from megarl.reshard.families import family_rules
 from megarl.reshard.layout import megatron_placement
 from megarl.reshard.transfer import weight_manifest
 from megarl.world import World
@@ -29,12 +30,16 @@ def tensor_digests(
     """`weights/NAME`, `exp_avg/NAME`, … → digest in hex, of every bit that an update depends on.
     Collective; raises `DriftError`.
 
-    `manifest`: of the weights as they are, the same on every rank; they are digested here if it is
-    of another dtype than they are.
+    `manifest`: of the weights as they are, the same on every rank; what it has in another dtype
+    than it is held in is digested here.
     """
     dtype = str(actor.model.dtype).removeprefix("torch.")
-    if manifest is None or {entry.dtype for entry in manifest.tensors} != {dtype}:
-        manifest = manifest_of_role(actor, dtype, world)
-    found = {f"weights/{entry.name}": f"{entry.digest:#x}" for entry in manifest.tensors}
+    own = {rule.hf: rule.dtype or dtype for rule in family_rules(actor.spec)}
+    entries = {entry.name: entry for entry in (manifest.tensors if manifest else ())}
+    for kind in sorted(set(own.values())):
+        if any(own[n] == kind and (n not in entries or entries[n].dtype != kind) for n in own):
+            taken = manifest_of_role(actor, kind, world).tensors
+            entries |= {entry.name: entry for entry in taken if own[entry.name] == kind}
+    found = {f"weights/{name}": f"{entries[name].digest:#x}" for name in own}
     digests = state_digests(actor.spec, world.mesh, state, world)
     return found | {name: f"{digest:#x}" for name, digest in digests.items()}

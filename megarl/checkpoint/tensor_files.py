@@ -27,7 +27,7 @@ def write_bucket(bucket: Any, transforms: Any) -> list[WriteResult]:
     """
     path, key, (objects, tensors) = bucket
     results = []
-    with open(path, "wb") as stream, _without_checksums():
+    with open(path, "wb") as stream, without_checksums():
         begun = 0
         for item, data in [*objects, *tensors]:
             results.append(
@@ -35,14 +35,14 @@ def write_bucket(bucket: Any, transforms: Any) -> list[WriteResult]:
             )
             if stream.tell() - begun >= WRITE_BACK_BYTES:
                 stream.flush()
-                _begin_write_back(stream, begun)
+                begin_write_back(stream, begun)
                 begun = stream.tell()
         stream.flush()
         os.fsync(stream.fileno())
     return results
 
 
-def _begin_write_back(stream: BinaryIO, start: int) -> None:
+def begin_write_back(stream: BinaryIO, start: int) -> None:
     """Only a hint: what fails here, `fsync` tells."""
     sync = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if sync is not None:
@@ -51,7 +51,7 @@ def _begin_write_back(stream: BinaryIO, start: int) -> None:
 
 
 @contextmanager
-def _without_checksums() -> Iterator[None]:
+def without_checksums() -> Iterator[None]:
     """torch.load never reads the zip's CRC32; the digests in the position are what is checked."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

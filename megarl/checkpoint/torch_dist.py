@@ -7,8 +7,13 @@
     load_tensors(role_tensors(model, state), folder)           # collective; in any layout
 
 The format is the library's own: logical tensors under megatron's names, cut in any way. Weights and
-optimizer state are balanced over the data-parallel ranks: each parameter is written, and read, by
-the one that owns its state.
+optimizer state are balanced over the ranks that hold copies of a parameter (the data-parallel ones,
+for an expert the expert-data-parallel ones): it is written, and read, by the one that owns its
+state.
+
+Layers lie in one tensor, with their number as its first index; layers of a model with experts each
+lie in tensors of their own, for megatron can stack only layers that are all alike. The experts of a
+layer lie in one tensor, by global number.
 
 The library writes in forked processes that a manager process collects for. In a process that also
 holds SGLang, gloo and CUDA threads a fork is not safe, so the file is written here, by the caller's
@@ -27,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     save_config,
@@ -45,14 +50,17 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint.folder_check import TensorsError, agree, first_line, refusal, unreadable
 from megarl.checkpoint.tensor_files import write_bucket
 from megarl.checkpoint.tensor_reading import FrontToBackReader, reading_by
-from megarl.models.optimizer_state import OptimizerState
+from megarl.models.build import weights_of
+from megarl.models.optimizer_state import OptimizerState, holders_of, is_expert
 from megarl.platforms import platform_of
 from megarl.platforms.megatron_patches import cpu_mode
 
@@ -65,21 +73,18 @@ Shards = dict[str, ShardedBase]
 
 
 def model_tensors(model: nn.Module, owners: Mapping[str, int] | None = None) -> Shards:
-    """The live weights. `owners`: which data-parallel rank writes and reads which parameter
-    (default: the first one all)."""
-    rank = parallel_state.get_data_parallel_rank()
-    shards = {}
-    for name, shard in model.sharded_state_dict().items():
-        if isinstance(shard, ShardedObject):  # Transformer Engine's extra state; nothing here
-            continue
-        owner = 0 if owners is None else owners[name]
-        shards[name] = _owned_by(shard, owner, rank)
-    return shards
+    """The live weights of a `PackedGPT` or `ModelChunks`, by name in it. `owners`: which rank among
+    those that hold a parameter writes and reads it (default, and of buffers: the first one)."""
+    weights = weights_of(model)
+    return {
+        name: _owned_by(shard, (owners or {}).get(name, 0), weights[name])
+        for name, shard in _described(model).items()
+    }
 
 
 def state_tensors(model: nn.Module, whole: Mapping[str, Mapping[str, Tensor]]) -> Shards:
     """The optimizer's state of the parameters that this rank owns (`OptimizerState.whole`)."""
-    described = model.sharded_state_dict()
+    described = _described(model)
     params = dict(model.named_parameters())
     shards = {}
     for name, tensors in whole.items():
@@ -96,14 +101,31 @@ def state_tensors(model: nn.Module, whole: Mapping[str, Mapping[str, Tensor]]) -
     return shards
 
 
+def _described(model: nn.Module) -> Shards:
+    """Megatron's description of every weight, by its name in `model`; the stored tensors' own names
+    tell nothing of chunks."""
+    several = len(model.chunks) > 1
+    shards = {}
+    for number, chunk in enumerate(model.chunks):
+        metadata = {"non_homogeneous_layers": True} if chunk.spec.moe is not None else None
+        # Megatron's language model expects an output layer on the last stage.
+        described = chunk if chunk.spec.head == "lm" else super(LanguageModule, chunk)
+        for name, shard in described.sharded_state_dict(metadata=metadata).items():
+            if isinstance(shard, ShardedObject):  # Transformer Engine's extra state; nothing here
+                continue
+            shards[f"chunk{number}.{name}" if several else name] = shard
+    return shards
+
+
 def rank_object(name: str, value: Any) -> ShardedObject:
     """A plain value that every rank has its own of; only a world of as many ranks can load it."""
     return ShardedObject(name, value, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _owned_by(shard: Any, owner: int, rank: int) -> Any:
-    size = parallel_state.get_data_parallel_world_size()
-    return replace(shard, replica_id=(*shard.replica_id[:-1], (rank - owner) % size))
+def _owned_by(shard: Any, owner: int, weight: Tensor) -> Any:
+    holders = holders_of(weight)
+    number = (dist.get_rank(holders) - owner) % dist.get_world_size(holders)
+    return replace(shard, replica_id=(*shard.replica_id[:-1], number))
 
 
 class Staging:
@@ -255,32 +277,51 @@ def load_tensors(shards: Shards, folder: Path) -> dict[str, Any]:
 
 
 def share_weights(model: nn.Module, owners: Mapping[str, int]) -> None:
-    """Bring every parameter from the data-parallel rank that loaded it to the others. Collective
-    over the data-parallel group."""
-    group = parallel_state.get_data_parallel_group()
+    """Bring every weight from the rank that loaded it to the others that hold it. Collective over
+    the data-parallel and the expert-data-parallel group."""
+    weights = weights_of(model)
+    # Of one dtype each, on one group; a kind that a rank has none of, none of its group has.
+    for trained, experts in ((True, False), (True, True), (False, False)):
+        held = {
+            name: weight
+            for name, weight in weights.items()
+            if (name in owners) == trained and is_expert(weight) == experts
+        }
+        if held:
+            _share(held, owners, holders_of(next(iter(held.values()))))
+
+
+@torch.no_grad()
+def _share(weights: Mapping[str, Tensor], owners: Mapping[str, int], group: ProcessGroup) -> None:
     if dist.get_world_size(group) == 1:
         return
-    params = dict(model.named_parameters())
-    with torch.no_grad():
-        for owner in range(dist.get_world_size(group)):
-            owned = [params[name] for name in sorted(params) if owners[name] == owner]
-            if not owned:
-                continue
-            flat = torch.cat([param.detach().view(-1) for param in owned])
-            dist.broadcast(flat, dist.get_global_rank(group, owner), group=group)
-            at = 0
-            for param in owned:
-                param.view(-1).copy_(flat[at : at + param.numel()])
-                at += param.numel()
+    for owner in range(dist.get_world_size(group)):
+        owned = [weights[name] for name in sorted(weights) if owners.get(name, 0) == owner]
+        if not owned:
+            continue
+        flat = torch.cat([weight.detach().view(-1) for weight in owned])
+        dist.broadcast(flat, dist.get_global_rank(group, owner), group=group)
+        at = 0
+        for weight in owned:
+            weight.view(-1).copy_(flat[at : at + weight.numel()])
+            at += weight.numel()
+
+
+def owned_tensors(model: nn.Module, state: OptimizerState) -> Shards:
+    """The live weights that this rank reads for itself and the others that hold them."""
+    owners, weights = state.owners, weights_of(model)
+    return {
+        name: shard
+        for name, shard in model_tensors(model, owners).items()
+        if dist.get_rank(holders_of(weights[name])) == owners.get(name, 0)
+    }
 
 
 def read_whole(state: OptimizerState, model: nn.Module, folder: Path, extra: Shards) -> dict:
     """Weights and optimizer state from `folder`, then to every rank that holds a part. Collective;
     returns the plain values of `extra`."""
     whole = state.whole(fill=0.0)
-    mine = dict(model_tensors(model, state.owners))
-    rank = parallel_state.get_data_parallel_rank()
-    mine = {name: shard for name, shard in mine.items() if state.owners[name] == rank}
+    mine = owned_tensors(model, state)
     plain = load_tensors(mine | state_tensors(model, whole) | extra, folder)
     share_weights(model, state.owners)
     state.scatter(whole)

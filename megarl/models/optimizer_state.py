@@ -1,9 +1,13 @@
 """The optimizer state of a trainer as whole parameters, whichever optimizer and layout hold it.
 
-With the distributed optimizer a data-parallel rank holds flat ranges of parameters that need not
-end where a parameter ends. `OptimizerState.gather` brings every parameter's state whole to one
-*owner* among the data-parallel ranks, the one that holds most of it, and `scatter` takes it back:
-each element moves at most once, and nobody ever holds more than its share of whole parameters.
+With the distributed optimizer each of the ranks that hold a parameter has a flat range of its
+state, which need not end where a parameter ends. `OptimizerState.gather` brings every parameter's
+state whole to one *owner* among these ranks, the one that holds most of it, and `scatter` takes it
+back: each element moves at most once, and nobody ever holds more than its share of whole
+parameters.
+
+The ranks that hold a parameter are those of the data-parallel group, for an expert those of the
+expert-data-parallel group; its *holders* here, whose ranks are counted within the group.
 
 Handles megatron's distributed, mixed-precision and fp32 optimizers around torch's AdamW or
 Transformer Engine's FusedAdam.
@@ -43,43 +47,64 @@ class StatePart:
         return self.end - self.start == self.param.numel()
 
 
+def is_expert(weight: Tensor) -> bool:
+    """Whether it is an expert's, as megatron marks it: reduced over other ranks than the rest."""
+    return not getattr(weight, "allreduce", True)
+
+
+def holders_of(weight: Tensor) -> dist.ProcessGroup:
+    """The ranks that hold this rank's shard of a parameter or buffer, each a copy of it."""
+    if is_expert(weight):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group()
+
+
 class OptimizerState:
-    """The state of one trainer's optimizer. Collective over the data-parallel group to build.
+    """The state of one trainer's optimizer. Collective over the holders of all parameters to build.
 
     State that no step has made yet is made, as zeros at step 0, which is what the first step would
     start from.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._device = trainer.world.device
         self._optimizers = list(trainer.optimizer.chained_optimizers)
         for optimizer in self._optimizers:
             _make_state(optimizer)
-        names = {param: name for name, param in trainer.model.named_parameters()}
+        params = dict(trainer.model.named_parameters())
+        names = {param: name for name, param in params.items()}
         self.parts: list[StatePart] = sorted(
             (part for optimizer in self._optimizers for part in _parts(optimizer, names)),
             key=lambda part: part.name,
         )
-        self._group = parallel_state.get_data_parallel_group()
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        ranges = {part.name: (part.start, part.end) for part in self.parts}
-        keys = {tuple(sorted(part.tensors)) for part in self.parts}
-        table: list[Any] = [None] * self._size
-        dist.all_gather_object(table, (ranges, keys), group=self._group)
-        self._ranges: list[dict[str, tuple[int, int]]] = [held for held, _ in table]
-        # A rank that holds nothing, as the last ones may of a tiny model, takes part all the same.
-        (self._keys,) = set().union(*(keys for _, keys in table)) or {()}
-        self._sizes = {name: param.numel() for param, name in names.items()}
-        self._owners = _owners(self._ranges, self._sizes)
+        groups = {False: parallel_state.get_data_parallel_group()}
+        # By the model and not by what this rank holds of it: all ranks must ask alike.
+        if trainer.model.spec.moe is not None:
+            groups[True] = parallel_state.get_expert_data_parallel_group()
+        self._shared = [
+            _Shared(
+                [part for part in self.parts if is_expert(part.param) == experts],
+                {n: param.numel() for n, param in params.items() if is_expert(param) == experts},
+                group,
+                trainer.world.device,
+            )
+            for experts, group in groups.items()
+        ]
+        # A rank that holds nothing, as the last ones may of a tiny model, learns it from others.
+        (self._keys,) = set().union(*(shared.keys for shared in self._shared)) or {()}
+        self._owners = {
+            name: owner for shared in self._shared for name, owner in shared.owners.items()
+        }
+        self._owned = {name for shared in self._shared for name in shared.owned}
 
     @property
     def owners(self) -> dict[str, int]:
-        """Parameter name → data-parallel rank to which its state comes whole."""
+        """Name of each trained parameter of this rank → the rank among its holders to which its
+        state comes whole."""
         return dict(self._owners)
 
     def owns(self, name: str) -> bool:
         """Whether the state of parameter `name` comes whole to this rank."""
-        return self._owners[name] == self._rank
+        return name in self._owned
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -105,12 +130,56 @@ class OptimizerState:
     def whole(self, fill: float | None = None) -> dict[str, dict[str, Tensor]]:
         """For each parameter that this rank owns: its state, flat. Live where the rank holds all of
         it, else new tensors, filled with `fill` if given."""
-        parts = {part.name: part for part in self.parts}
+        return {
+            name: tensors for shared in self._shared for name, tensors in shared.whole(fill).items()
+        }
+
+    @torch.no_grad()
+    def gather(self) -> dict[str, dict[str, Tensor]]:
+        """The state of every parameter that this rank owns, flat, whole. Collective over the
+        holders. Live tensors where the rank holds all of a parameter: copy them."""
+        whole = self.whole()
+        for shared in self._shared:
+            shared.gather(whole, self.keys)
+        return whole
+
+    @torch.no_grad()
+    def scatter(self, whole: dict[str, dict[str, Tensor]]) -> None:
+        """Take state as `whole()` shaped it and its caller filled it, to the ranks that hold it.
+        Collective over the holders."""
+        for shared in self._shared:
+            shared.scatter(whole, self.keys)
+
+
+class _Shared:
+    """The parameters that one group of ranks holds together. Collective over it to build."""
+
+    def __init__(
+        self,
+        parts: Sequence[StatePart],
+        sizes: dict[str, int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """`parts`: this rank's; `sizes`: elements of each parameter."""
+        self._parts = {part.name: part for part in parts}
+        self._sizes, self._group, self._device = sizes, group, device
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        ranges = {part.name: (part.start, part.end) for part in parts}
+        table: list[Any] = [None] * self._size
+        keys = {tuple(sorted(part.tensors)) for part in parts}
+        dist.all_gather_object(table, (ranges, keys), group=group)
+        self._ranges: list[dict[str, tuple[int, int]]] = [held for held, _ in table]
+        self.keys: set[tuple[str, ...]] = set().union(*(keys for _, keys in table))
+        """Of the group's parameters; one, or none where it has no parameters."""
+        self.owners = _owners(self._ranges, sizes)
+        self.owned = [name for name, owner in self.owners.items() if owner == self._rank]
+
+    def whole(self, fill: float | None) -> dict[str, dict[str, Tensor]]:
+        """As `OptimizerState.whole`."""
         found: dict[str, dict[str, Tensor]] = {}
-        for name, owner in self._owners.items():
-            if owner != self._rank:
-                continue
-            part = parts[name]
+        for name in self.owned:
+            part = self._parts[name]
             if part.is_whole:
                 found[name] = part.tensors
                 continue
@@ -123,35 +192,31 @@ class OptimizerState:
                     tensor.fill_(fill)
         return found
 
-    @torch.no_grad()
-    def gather(self) -> dict[str, dict[str, Tensor]]:
-        """The state of every parameter that this rank owns, flat, whole. Collective over the
-        data-parallel group. Live tensors where the rank holds all of a parameter: copy them."""
-        whole = self.whole()
-        if self._moves(back=False):
-            ranks = range(self._size)
-            out = [self._between(self._rank, rank, back=False) for rank in ranks]
-            into = [self._between(rank, self._rank, back=False) for rank in ranks]
-            for key in self.keys:
-                blocks = self._exchanged([self._cut(ranges, key) for ranges in out], into)
-                for ranges, block in zip(into, blocks, strict=True):
-                    at = 0
-                    for name, start, end in ranges:
-                        whole[name][key][start:end] = block[at : at + end - start]
-                        at += end - start
-        return whole
+    def gather(self, whole: dict[str, dict[str, Tensor]], keys: Sequence[str]) -> None:
+        """Fill what this rank owns and does not hold all of."""
+        if not self._moves(back=False):
+            return
+        ranks = range(self._size)
+        out = [self._between(self._rank, rank, back=False) for rank in ranks]
+        into = [self._between(rank, self._rank, back=False) for rank in ranks]
+        for key in keys:
+            sent = [
+                _joined([self._parts[name].tensors[key] for name, _, _ in ranges]) for ranges in out
+            ]
+            for ranges, block in zip(into, self._exchanged(sent, into), strict=True):
+                at = 0
+                for name, start, end in ranges:
+                    whole[name][key][start:end] = block[at : at + end - start]
+                    at += end - start
 
-    @torch.no_grad()
-    def scatter(self, whole: dict[str, dict[str, Tensor]]) -> None:
-        """Take state as `whole()` shaped it and its caller filled it, to the ranks that hold it.
-        Collective over the data-parallel group."""
+    def scatter(self, whole: dict[str, dict[str, Tensor]], keys: Sequence[str]) -> None:
+        """Fill what this rank holds from what the owners have."""
         if not self._moves(back=True):
             return
-        parts = {part.name: part for part in self.parts}
         ranks = range(self._size)
         out = [self._between(rank, self._rank, back=True) for rank in ranks]
         into = [self._between(self._rank, rank, back=True) for rank in ranks]
-        for key in self.keys:
+        for key in keys:
             sent = [
                 _joined([whole[name][key][start:end] for name, start, end in ranges])
                 for ranges in out
@@ -159,7 +224,7 @@ class OptimizerState:
             for ranges, block in zip(into, self._exchanged(sent, into), strict=True):
                 at = 0
                 for name, start, end in ranges:
-                    parts[name].tensors[key].copy_(block[at : at + end - start])
+                    self._parts[name].tensors[key].copy_(block[at : at + end - start])
                     at += end - start
 
     def _travels(self, name: str, holder: int, back: bool) -> bool:
@@ -167,12 +232,12 @@ class OptimizerState:
 
         An owner that holds all of it needs nothing; copies elsewhere still need it back.
         """
-        owner = self._owners[name]
+        owner = self.owners[name]
         start, end = self._ranges[owner].get(name, (0, 0))
         return end - start < self._sizes[name] or (back and holder != owner)
 
     def _moves(self, back: bool) -> bool:
-        """Whether any element must travel; the same on every rank."""
+        """Whether any element must travel; the same on every rank of the group."""
         return any(
             self._travels(name, holder, back)
             for holder, held in enumerate(self._ranges)
@@ -184,12 +249,8 @@ class OptimizerState:
         return [
             (name, start, end)
             for name, (start, end) in self._ranges[holder].items()
-            if self._owners[name] == owner and self._travels(name, holder, back)
+            if self.owners[name] == owner and self._travels(name, holder, back)
         ]
-
-    def _cut(self, wanted: Sequence[tuple[str, int, int]], key: str) -> Tensor:
-        parts = {part.name: part for part in self.parts}
-        return _joined([parts[name].tensors[key] for name, _, _ in wanted])
 
     def _exchanged(
         self, sent: list[Tensor], into: Sequence[Sequence[tuple[str, int, int]]]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.contracts.mesh import Mesh
+from megarl.reshard.families.spec import ModelSpec
 from tests.models.runs import merged
 from tests.models.support import (
     gather_logical,
@@ -40,17 +42,25 @@ class Layout:
     """With the distributed optimizer."""
     dtype: str = "float32"
     section: dict[str, Any] = field(default_factory=dict, hash=False)
+    more: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further numbers of its `Mesh`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.world, tp=self.tp, pp=self.pp, **self.more)
 
     def __str__(self) -> str:
-        dp = self.world // (self.tp * self.pp)
-        parts = [f"{n}{size}" for n, size in (("tp", self.tp), ("pp", self.pp), ("dp", dp))]
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.mesh.dp} | self.more
+        parts = [f"{name}{size}" for name, size in sizes.items()]
         return "·".join(parts) + (" sharded" if self.sharded else "")
 
-    def actor(self, source: Path) -> Any:
-        """Collective."""
-        world = make_world(self.tp, self.pp)
-        options = {"distributed_optimizer": self.sharded} | self.section
-        return make_actor(source, world, dtype=self.dtype, **options)
+    def actor(self, source: Path, spec: ModelSpec | None = None) -> Any:
+        """Collective. Under tensor parallelism the model is sequence parallel, as experts need it,
+        where the mesh says more than `tp` and `pp`. `spec`: the folder's own if not given."""
+        world = make_world(self.tp, self.pp, **self.more)
+        options = {"distributed_optimizer": self.sharded}
+        options |= {"sequence_parallel": bool(self.more) and self.tp > 1} | self.section
+        return make_actor(source, world, dtype=self.dtype, spec=spec, **options)
 
 
 def flat_ranges(actor: Any, key: str) -> list[tuple[str, int, int, Tensor]]:
@@ -74,24 +84,35 @@ def flat_ranges(actor: Any, key: str) -> list[tuple[str, int, int, Tensor]]:
 def logical(actor: Any, key: str) -> Logical:
     """Whole tensors of one key of the state, or "grad"; every copy must be equal. Collective."""
     world = actor.world
-    mesh = world.mesh
-    place = (mesh.tp_index(world.rank), mesh.pp_index(world.rank))
-    own = {
-        name: torch.full((param.numel(),), float("nan"))
-        for name, param in actor.named_parameters().items()
-    }
+    params = dict(actor.model.named_parameters())
+    own = {name: torch.full((param.numel(),), float("nan")) for name, param in params.items()}
     for rank, ranges in enumerate(world.gather(flat_ranges(actor, key))):
-        if (mesh.tp_index(rank), mesh.pp_index(rank)) != place:
-            continue
         for name, start, end, values in ranges:
+            if place_of(world.mesh, rank, name) != place_of(world.mesh, world.rank, name):
+                continue
             held = own[name][start:end]
             known = ~held.isnan()
             assert torch.equal(held[known], values[known]), (name, "data-parallel copies differ")
             held.copy_(values)
-    for name, param in actor.named_parameters().items():
+    for name, param in params.items():
         assert not own[name].isnan().any(), (name, "nobody holds a part of it")
         own[name] = own[name].view(param.shape)
-    return gather_logical(actor, own)
+    return trained(actor, own)
+
+
+def trained(actor: Any, tensors: dict[str, Tensor]) -> Logical:
+    """`gather_logical` of what is shaped like the parameters, and nothing of the buffers: a
+    router's bias, which no step changes. Collective."""
+    buffers = dict(actor.model.named_buffers())
+    whole = gather_logical(actor, tensors | buffers)
+    return {n: tensor for n, tensor in whole.items() if not n.endswith("e_score_correction_bias")}
+
+
+def place_of(mesh: Mesh, rank: int, name: str) -> tuple[int, ...]:
+    """What of the model the parameter `name` of `rank` is: at one place all have copies."""
+    if "local_experts" in name:
+        return (mesh.etp_index(rank), mesh.ep_index(rank), mesh.pp_index(rank))
+    return (mesh.tp_index(rank), mesh.pp_index(rank))
 
 
 def plain_state(actor: Any, key: str) -> Logical:
@@ -102,7 +123,7 @@ def plain_state(actor: Any, key: str) -> Logical:
         inner = optimizer.optimizer
         for group in inner.param_groups:
             found |= {names[param]: inner.state[param][key] for param in group["params"]}
-    return gather_logical(actor, found)
+    return trained(actor, found)
 
 
 def same_bits(mine: Logical, theirs: Logical) -> bool:
@@ -115,8 +136,18 @@ def same_bits(mine: Logical, theirs: Logical) -> bool:
 
 
 def packs_of(actor: Any, samples: Any) -> list[Any]:
-    mesh = actor.world.mesh
-    return local_packs(samples, mesh, actor.world.rank, 60, 0 if mesh.pp > 1 else None)
+    (packs,) = actor.padded([local_packs(samples, actor.world.mesh, actor.world.rank, 60)])
+    return packs
+
+
+def loss_of(actor: Any) -> Callable[..., Any]:
+    return squared_error if actor.has_values else policy_gradient
+
+
+def squared_error(values_A: Tensor, batch: Any) -> tuple[Tensor, dict]:
+    """Σ w (v − advantage)², of a model with a value head."""
+    loss = (batch.weights_A * (values_A - batch.advantages_A) ** 2).sum()
+    return loss, {"squares": loss}
 
 
 def train(actor: Any, steps: int, look: Callable[[], None] | None = None) -> list[Any]:
@@ -133,7 +164,7 @@ def train(actor: Any, steps: int, look: Callable[[], None] | None = None) -> lis
     for _ in range(steps):
         samples = make_samples(100 + actor.trainer.steps, 12)
         batches = [micro_batch(pack, samples) for pack in packs_of(actor, samples)]
-        results.append(actor.update(batches, policy_gradient))
+        results.append(actor.update(batches, loss_of(actor)))
         assert results[-1].stepped, results[-1]
     actor.trainer.step = take
     return results
@@ -157,6 +188,18 @@ def save(actor: Any, folder: Path) -> int:
     return written
 
 
+@torch.no_grad()
+def forget(actor: Any) -> None:
+    """Every weight becomes NaN; the padding of the vocabulary stays what it is."""
+    from megarl.reshard.layout import megatron_placement
+
+    params = actor.named_parameters()
+    for piece in megatron_placement(actor.spec, actor.world.mesh).pieces[actor.world.rank]:
+        matrix = params[piece.param].view(len(params[piece.param]), -1)
+        rows = matrix[piece.param_row : piece.param_row + piece.rows]
+        rows[:, piece.param_col : piece.param_col + piece.cols] = float("nan")
+
+
 def load(actor: Any, folder: Path, steps: int) -> None:
     """Collective; `steps` is what the position beside the tensors tells."""
     from megarl.checkpoint import torch_dist
@@ -175,14 +218,18 @@ def look(actor: Any) -> dict[str, Any]:
 
     samples = make_samples(99, 12)
     packs = packs_of(actor, samples)
-    scores = [score.log_probs_A for score in actor.log_probs(packs)]
+    if actor.has_values:
+        scores = actor.values(packs)
+    else:
+        scores = [score.log_probs_A for score in actor.log_probs(packs)]
     state = OptimizerState(actor.trainer)
+    cut = [part.name for part in state.parts if not part.is_whole]
     told = {
         "weights": gather_logical(actor, actor.named_parameters()),
         "state": {key: logical(actor, key) for key in state.keys},
         "digests": state_digests(actor.spec, actor.world.mesh, state, actor.world),
         "log_probs": merged(actor, packs, scores, samples),
-        "cut": sum(actor.world.gather(sum(not part.is_whole for part in state.parts))),
+        "cut": {name for names in actor.world.gather(cut) for name in names},
         "adam_step": state.step,
         "steps": actor.trainer.steps,
     }
@@ -227,6 +274,7 @@ def load_and_go_on(
     found = []
     for layout in layouts:
         actor = layout.actor(source)
+        forget(actor)
         load(actor, folder, steps)
         found.append(_go_on(actor, look(actor)))
         destroy_mesh()

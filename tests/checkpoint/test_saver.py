@@ -247,3 +247,52 @@ def test_nothing_is_announced_before_the_slowest_rank_has_written(ranks, tmp_pat
     write_hf_model(tmp_path)
     told = ranks.run(2, _slow, tmp_path, tmp_path / "run")
     assert told == [[True, False, True, False, True], [False, False, True, False, True]]
+
+
+def _experts(model: Path, run: Path) -> dict[str, Any]:
+    """Saved with experts dealt to the ranks; loaded where they are copied, and over two stages."""
+    from megarl.models.build import destroy_mesh
+    from megarl.models.roles import Reference
+    from megarl.reshard.families import read_spec
+    from tests.checkpoint.layouts import Layout, forget, logical
+    from tests.checkpoint.saving import checkpointer, restore, save, step
+    from tests.models.support import actor_section, gather_logical
+
+    layouts = [Layout(2, more={"ep": 2}), Layout(2, tp=2, more={"expert_tp": 1})]
+    layouts.append(Layout(2, pp=2, more={"virtual": 2}))
+    told: dict[str, Any] = {"looks": [], "layouts": []}
+    for layout in layouts:
+        actor = layout.actor(model)
+        section = actor_section(sequence_parallel=actor.trainer.section.sequence_parallel)
+        dtype = SimpleNamespace(dtype="float32")
+        frozen = Reference(read_spec(model), model, actor.world, dtype, section, 1.0)
+        saver = checkpointer(run, actor, reference=frozen)
+        if layout is layouts[0]:
+            step(actor)
+            told["need"] = sum(actor.world.gather(saver._bytes()))
+            saver.check_disk()
+            save(saver, 1)
+            saver.settle(wait=True)
+        else:
+            forget(actor), forget(frozen)
+            told["layouts"].append(restore(saver, newest_whole(run)).layout)
+        saver.close()
+        weights = [gather_logical(role, role.named_parameters()) for role in (actor, frozen)]
+        told["looks"].append([*weights, *(logical(actor, key) for key in saver.state.keys)])
+        destroy_mesh()
+    return told
+
+
+def test_experts_come_back_to_other_ranks_and_need_the_room_they_take(ranks, tmp_path) -> None:
+    from tests.checkpoint.layouts import same_bits
+
+    model = write_hf_model(tmp_path, "qwen3_moe", vocab_size=512, num_hidden_layers=4)
+    told = ranks.run(2, _experts, tmp_path, tmp_path / "run")[0]
+    saved, *others = told["looks"]
+    assert not same_bits(saved[0], saved[1]), "the step moved nothing"
+    for loaded in others:
+        assert all(same_bits(mine, its) for mine, its in zip(saved, loaded, strict=True))
+    wanted = {"ranks": 2, "tp": 1, "pp": 1, "dp": 2, "rollout_tp": 1, "ep": 2}
+    assert told["layouts"] == [wanted] * 2
+    # Weights of two roles and two moments, each element once; the vocabulary needs no padding.
+    assert told["need"] == 4 * 4 * sum(param.numel() for param in model.parameters())

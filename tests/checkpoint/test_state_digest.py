@@ -19,6 +19,7 @@ from tests.models.support import write_hf_model
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
+UNEVEN_EP2 = {"ep": 2, "stages": (2, 1)}
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:
@@ -81,6 +82,19 @@ def test_digests_are_those_of_the_assembled_tensors(ranks, tmp_path, tied: bool)
             assert len(set(digests.values())) == len(digests)
 
 
+@pytest.mark.dist
+def test_digests_of_experts_are_those_of_the_assembled_tensors(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path, "qwen3_moe", hidden_size=80, num_hidden_layers=3, num_experts=6)
+    for world, layouts in {
+        2: [Layout(2, more={"ep": 2}), Layout(2, tp=2, more={"expert_tp": 1})],
+        4: [Layout(4, tp=2, more={"ep": 2, "expert_tp": 1}), Layout(4, pp=2, more=UNEVEN_EP2)],
+    }.items():
+        by_rank = ranks.run(world, _digests, tmp_path, layouts)
+        assert all(found == by_rank[0] for found in by_rank), "the same on every rank"
+        for digests, right in by_rank[0]:
+            assert digests == right
+
+
 def _faults(source: Path, layout: Layout, cases: list[tuple[int, str, int]]) -> list[Any]:
     """For each (rank, parameter, bit): what is told when that rank's first element lost a bit."""
     from megarl.checkpoint.state_digest import state_digests
@@ -129,6 +143,31 @@ def test_copies_that_differ_in_a_bit_are_named(ranks, tmp_path) -> None:
             before, text, after = texts
             assert before == after and isinstance(before, dict)
             wanted = f"copies of the optimizer's state differ: exp_avg_sq/{name}: {told}"
+            assert text.startswith(wanted), (layout, text)
+
+
+@pytest.mark.dist
+def test_copies_of_experts_that_differ_in_a_bit_are_named(ranks, tmp_path) -> None:
+    write_hf_model(tmp_path, "qwen3_moe", hidden_size=80, num_hidden_layers=3, num_experts=6)
+    expert = "decoder.layers.2.mlp.experts.local_experts.1.linear_fc2.weight"
+    name = "model.layers.2.mlp.experts.1.down_proj.weight"
+    norm = "decoder.final_layernorm.weight"
+    apart = {"ep": 2, "expert_tp": 1}
+    cases = {
+        Layout(2, tp=2, sharded=False, more={"expert_tp": 1}): (
+            expert,
+            name,
+            "rank 0 against rank 1",
+        ),
+        Layout(4, tp=2, sharded=False, more=apart): (expert, name, "rank 0 against rank 2"),
+        Layout(4, tp=2, more=apart): (norm, NORM, "ranks 0, 2 against ranks 1, 3"),
+    }
+    for layout, (param, tensor, told) in cases.items():
+        for before, text, after in ranks.run(
+            layout.world, _faults, tmp_path, layout, [(0, param, 3)]
+        ):
+            assert before == after and isinstance(before, dict)
+            wanted = f"copies of the optimizer's state differ: exp_avg_sq/{tensor}: {told}"
             assert text.startswith(wanted), (layout, text)
 
 

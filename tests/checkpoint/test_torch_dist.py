@@ -22,57 +22,10 @@ from tests.checkpoint.layouts import (
     train,
     train_and_save,
 )
+from tests.checkpoint.matrices import MOST_GRADIENT, matrix
 from tests.models.support import relative, write_hf_model
 
 pytestmark = pytest.mark.dist
-
-MOST_LOG_PROB, MOST_GRADIENT = 5e-5, 1e-5
-
-
-def compare(saved: dict, loaded: dict, *, exact_steps: bool, bf16: bool = False) -> str:
-    """One line of numbers; fails where something did not come back."""
-    assert same_bits(saved["weights"], loaded["weights"])
-    assert saved["state"].keys() == loaded["state"].keys()
-    assert ("fp32_param" in saved["state"]) == bf16
-    for key, tensors in saved["state"].items():
-        assert any(bool(tensor.any()) for tensor in tensors.values()), key
-        assert same_bits(tensors, loaded["state"][key]), key
-    for told in (saved, loaded):
-        for key, tensors in told.get("plain", {}).items():
-            assert same_bits(tensors, saved["state"][key]), key
-    assert saved["digests"] == loaded["digests"]
-    assert len(saved["digests"]) == len(saved["state"]) * len(saved["weights"])
-    assert saved["adam_step"] == loaded["adam_step"] == saved["steps"] == loaded["steps"]
-    assert saved["lr"] == loaded["lr"]
-    apart = float((saved["log_probs"] - loaded["log_probs"]).abs().max())
-    gradient = relative(loaded["gradient"], saved["gradient"])
-    if not bf16:  # whose forward rounds otherwise in another layout
-        assert apart <= MOST_LOG_PROB
-        assert gradient <= MOST_GRADIENT
-    if exact_steps:
-        assert apart == 0.0 and gradient == 0.0 and saved["norm"] == loaded["norm"]
-        for step in ("after 1", "after 2"):
-            assert same_bits(saved[step], loaded[step]), step
-    moved = relative(saved["after 2"], saved["weights"])
-    assert moved > 1e-4, "the steps moved nothing, so that equal weights would prove nothing"
-    step = relative(loaded["after 1"], saved["after 1"])
-    return f"log-probs {apart:.1e}  gradient {gradient:.1e}  weights a step on {step:.1e}"
-
-
-def matrix(ranks, tmp_path: Path, source: Path, saver: Layout, loaders: list[Layout]) -> None:
-    """Save once, load in every layout; prints a table."""
-    folder = tmp_path / "saved"
-    saved = ranks.run(saver.world, train_and_save, source, folder, saver)[0]
-    bf16 = saver.dtype == "bfloat16"
-    for world in sorted({loader.world for loader in loaders}):
-        group = [loader for loader in loaders if loader.world == world]
-        found = ranks.run(world, load_and_go_on, source, folder, group, timeout=300)[0]
-        for loader, loaded in zip(group, found, strict=True):
-            line = compare(saved, loaded, exact_steps=loader == saver, bf16=bf16)
-            shares = loader.world > loader.tp * loader.pp
-            assert (loaded["cut"] > 0) == (loader.sharded and shares), "no parameter was cut"
-            print(f"{saver!s:22} → {loader!s:22} {saver.dtype:9} {line}")
-
 
 TP2 = Layout(2, tp=2)
 ONE, DP2, PP2 = Layout(1), Layout(2), Layout(2, pp=2)
