@@ -1,0 +1,136 @@
+"""What a path is, opened as a source: HF folder, GGUF file, `torch_dist` folder, checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.checkpoint.commit import COMMIT_FILE, POSITION_FILE, CheckpointError, read_commit
+from megarl.checkpoint.commit import FOLDER as CHECKPOINTS
+from megarl.checkpoint.safetensors_folder import INDEX
+from megarl.convert.boxes import ConvertError
+from megarl.convert.manifest import take_recorded, told
+from megarl.convert.source import HFSource, Source
+from megarl.convert.stored import INDEX_FILE, TorchDistSource
+from megarl.reshard.families import read_spec
+
+ACTOR = "actor"
+HF, GGUF, TORCH_DIST, CHECKPOINT = "hf", "gguf", "torch_dist", "checkpoint"
+
+
+def kind_of(path: Path) -> str:
+    """Raises `ConvertError` for a path that is none of what is handled."""
+    if path.is_file() and path.suffix == ".gguf":
+        return GGUF
+    if not path.is_dir():
+        raise ConvertError(f"{path}: {'no model file' if path.exists() else 'no such path'}")
+    if (path / COMMIT_FILE).is_file() or (path / POSITION_FILE).is_file():
+        return CHECKPOINT
+    if (path / INDEX_FILE).is_file() or any(path.glob("*.distcp")):
+        return TORCH_DIST
+    if (path / "config.json").is_file() or (path / INDEX).is_file():
+        return HF
+    if any(path.glob("*.safetensors")):
+        return HF
+    hint = ""
+    if (path / CHECKPOINTS).is_dir():
+        hint = f"; it is a run: name one of its {CHECKPOINTS}/iter_N"
+    elif found := sorted(path.glob("*.gguf")):
+        hint = f"; name the file: {found[0]}"
+    raise ConvertError(
+        f"{path}: neither Hugging Face folder, torch_dist folder nor megarl checkpoint{hint}"
+    )
+
+
+def open_source(path: Path, hf_files: Path | None = None) -> Source:
+    """`hf_files`: the folder with config and tokenizer, for weights that lie without them.
+
+    Raises `ConvertError` and `FolderError` naming file and tensor.
+    """
+    kind = kind_of(path)
+    if kind == GGUF:
+        from megarl.convert.gguf import open_gguf
+
+        source: Source = open_gguf(path)
+    elif kind == CHECKPOINT:
+        source = _open_checkpoint(path, hf_files)
+    elif kind == TORCH_DIST:
+        companions = path if hf_files is None else hf_files
+        if not (companions / "config.json").is_file():
+            raise ConvertError(f"{companions}: no config.json; name its folder with --hf-files")
+        source = TorchDistSource(path, read_spec(companions), companions)
+        take_recorded(source, path)
+    else:
+        source = HFSource(path)
+        take_recorded(source, path)
+    return source
+
+
+@contextmanager
+def opened(path: Path, hf_files: Path | None = None) -> Iterator[Source]:
+    source = open_source(path, hf_files)
+    try:
+        refuse_other_vocabulary(source.companions, source.spec.vocab)
+        yield source
+    finally:
+        source.close()
+
+
+def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
+    """The actor's weights of a training checkpoint, with the digests that its position has."""
+    try:
+        read_commit(path)
+        position = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+        model = (position["recipe"].get("model") or {}).get("path")
+        digests: dict[str, str] = position["tensor_digests"]
+        recorded = {
+            name.removeprefix("weights/"): int(digest, 16)
+            for name, digest in digests.items()
+            if name.startswith("weights/")
+        }
+    except CheckpointError as error:
+        raise ConvertError(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConvertError(f"{path / POSITION_FILE}: not a position: {error!r}") from error
+    companions = Path(model or "") if hf_files is None else hf_files
+    if not (companions / "config.json").is_file():
+        where = f"the model folder {model}" if model else "a model folder that it does not name"
+        raise ConvertError(
+            f"{path}: trained from {where}, which has no config.json here; name one with --hf-files"
+            if hf_files is None
+            else f"{hf_files}: no config.json"
+        )
+    source = TorchDistSource(path / ACTOR, read_spec(companions), companions)
+    source.kind = "training checkpoint"
+    source.recorded, source.recorded_in = recorded, path / POSITION_FILE
+    return source
+
+
+def refuse_other_vocabulary(folder: Path, vocab: int) -> None:
+    """Raises `ConvertError` naming a token of the folder's tokenizer that the embedding has no row
+    for, or a tokenizer file that cannot be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        model = tokenizer.get("model") or {}
+        words = model.get("vocab") or {}
+        # Of a unigram model it is a list of [token, score].
+        ids = words if isinstance(words, dict) else {word[0]: at for at, word in enumerate(words)}
+        ids = ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        token = max(ids, key=ids.__getitem__, default=None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{path}: not readable: {error!r}") from error
+    if token is not None and ids[token] >= vocab:
+        raise ConvertError(
+            f"{path}: token {token!r} has id {ids[token]}, config.json has vocab_size {vocab}: "
+            "tokenizer and weights are of two models"
+        )
+
+
+def dtypes_of(source: Source) -> str:
+    """`float32`, or several."""
+    return ", ".join(sorted({told(stored.dtype) for stored in source.tensors.values()}))
