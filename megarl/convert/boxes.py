@@ -34,6 +34,7 @@ RENAMED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """How a name begins within a layer → how its key does."""
+GATE_AND_UP = "linear_fc1.weight"
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are padded by the layout."""
 
@@ -173,7 +174,9 @@ def _runs(spec: ModelSpec, pieces: tuple[Piece, ...] | list[Piece]) -> list[Chun
                 part.at_col,
                 part.cols,
             )
-            if follows:
+            # Megatron writes the gate and the up projection of one parameter as two chunks.
+            halves = name.endswith(GATE_AND_UP) and parts[-1].tensor != part.tensor
+            if follows and not halves:
                 parts.append(part._replace(at_row=param_row - first, at_col=0))
                 runs[-1] = (name, first, col, param_row + part.rows, at_row, at_col, parts)
                 continue

@@ -66,7 +66,15 @@ def written_by_megatron(model: str, folder: str, sizes: dict) -> None:
 
     world = _world(sizes)
     spec = read_spec(Path(model))
-    live = build_model(spec, Path(model), world.mesh, world.rank, torch.float32, world.device)
+    live = build_model(
+        spec,
+        Path(model),
+        world.mesh,
+        world.rank,
+        torch.float32,
+        world.device,
+        sequence_parallel=spec.moe is not None,
+    )
     if world.is_main:
         Path(folder).mkdir()
     world.barrier("folder")

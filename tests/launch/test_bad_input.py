@@ -116,7 +116,7 @@ CASES = [
     Case("no config.json", r"config\.json", {}, _without("config.json")),
     Case(
         "unsupported architecture",
-        r"config\.json: model_type 'bert' is not handled; handled: llama, ",
+        r"config\.json: model_type 'bert' is not handled; handled: deepseek_v3, llama, ",
         {},
         _config(model_type="bert"),
         warm=True,

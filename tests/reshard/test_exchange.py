@@ -24,7 +24,7 @@ def _in_buckets(tp: int, pp: int, rollout_tp: int, sizes: tuple[int, ...]) -> li
         resharder.bucket_bytes = size
         for param in resharder.target_params.values():
             param.fill_(float("nan"))
-        exchange = resharder._exchange(resharder.plan, resharder.target_params)
+        (exchange,) = resharder._exchanges(resharder.plan, resharder.target_params)
         for _ in range(2):
             exchange.run()
         written = same_bits(resharder.target_params, right)
@@ -55,9 +55,9 @@ def _allocated(bucket_bytes: int) -> tuple[int, int]:
     resharder, _ = make_resharder(2, 1, bucket_bytes=bucket_bytes)
     resharder.transfer()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        resharder.exchange.run()
+        resharder.exchanges[0].run()
     taken = sum(max(event.self_cpu_memory_usage, 0) for event in seen.key_averages())
-    return taken, resharder.exchange.held_bytes
+    return taken, resharder.exchanges[0].held_bytes
 
 
 @pytest.mark.dist
