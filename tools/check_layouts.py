@@ -10,6 +10,7 @@ the way from Hugging Face files into each of the trainer's layouts and back. See
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -30,7 +31,18 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 1,2") from error
+
+
+def bound(text: str) -> float:
+    """A positive number; not-a-number would pass every row."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,10 +67,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,…",
         help="numbers of ranks (default: 1,2,3,4)",
     )
-    made.add_argument(
+    how_many = made.add_mutually_exclusive_group()
+    how_many.add_argument(
         "--quick", action="store_true", help="every family and every kind of layout once"
     )
-    made.add_argument(
+    how_many.add_argument(
         "--all",
         action="store_true",
         help="every pair; otherwise models with experts take every second one from 4 ranks on",
@@ -72,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--bound",
-        type=float,
+        type=bound,
         help=f"largest difference of a log-prob from the HF model's (default: {BOUND:.0e})",
     )
     made.add_argument("--fault", choices=FAULTS, help=argparse.SUPPRESS)
@@ -90,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         top.error(f"--ranks {given.ranks}: numbers from 1 to {MOST_RANKS}")
     if given.model is not None and given.quick:
         top.error("--quick is of the tiny models; with --model choose --ranks")
+    if given.json is not None and not given.json.resolve().parent.is_dir():
+        top.error(f"--json {given.json}: there is no such folder")
     if given.dtype != "float32" and given.bound is None:
         top.error(f"--dtype {given.dtype}: tell --bound too, rounding is of the model")
     options = Options(

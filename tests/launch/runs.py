@@ -16,10 +16,23 @@ from tests.warm import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_model(folder: Path, seed: int = 1, *, tied: bool = False) -> Path:
-    """A random Llama-layout HF folder (0.2 M parameters), and prompts of sums beside it."""
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "use_sliding_window": False,
+}
+"""Qwen3-MoE's own keys."""
+
+
+def make_model(
+    folder: Path, seed: int = 1, *, tied: bool = False, layers: int = 2, experts: bool = False
+) -> Path:
+    """A random HF folder (0.2 M parameters), Llama's or with experts Qwen3-MoE's, and prompts of
+    sums beside it."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     from tools.quickstart.tokenizer import train_tokenizer
 
@@ -27,11 +40,12 @@ def make_model(folder: Path, seed: int = 1, *, tied: bool = False) -> Path:
     model.mkdir(parents=True)
     pieces = train_tokenizer(model, seed)
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    prefix = "Qwen3Moe" if experts else "Llama"
+    config = getattr(transformers, f"{prefix}Config")(
         vocab_size=pieces.get_piece_size(),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=24,
@@ -42,8 +56,9 @@ def make_model(folder: Path, seed: int = 1, *, tied: bool = False) -> Path:
         eos_token_id=2,
         pad_token_id=None,
         tie_word_embeddings=tied,
+        **(EXPERTS if experts else {}),
     )
-    LlamaForCausalLM(config).save_pretrained(model)
+    getattr(transformers, f"{prefix}ForCausalLM")(config).save_pretrained(model)
     rows = [
         {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
         for a in range(10, 20)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.contracts.errors import InputError
 from megarl.reshard.families import read_spec
 from tools.layouts import table
 from tools.layouts.crew import Crew, RankError, forking
@@ -44,6 +45,11 @@ def check(options: Options) -> int:
     refused: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="megarl-layouts-") as place:
         jobs = _jobs(options, Path(place))
+        if not jobs:
+            raise InputError(
+                f"the quick selection has no pair of {', '.join(options.families)} on "
+                f"{', '.join(map(str, options.ranks))} ranks; leave out --quick"
+            )
         print(table.head(), flush=True)
         for world in options.ranks:
             for row in _of_ranks([job for job in jobs if job.world == world], Path(place)):
