@@ -300,9 +300,12 @@ def _versions(versions: Story, width: int) -> Iterator[str]:
             f"{version_id}: {line['role']} at optimizer step {line['optimizer_step']}, attempt "
             f"{line['update_attempt']}; weights {line['weight_manifest_hash']}"
         )
-        if line["generator_held"] and "rollout" in made:
-            same = line["generator_held"] == line["weight_manifest_hash"]
-            told += "; the generator held the same" if same else "; THE GENERATOR HELD OTHERS"
+        if "rollout" in made:
+            held, same = line["generator_held"], line["weight_manifest_hash"]
+            if held is None:
+                told += "; unverified: not read back from the generator (rollout.verify_every)"
+            else:
+                told += "; the generator held " + ("the same" if held == same else "OTHERS")
         yield from _fields(width, (label, told))
 
 

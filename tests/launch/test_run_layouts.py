@@ -13,8 +13,10 @@ import pytest
 
 from megarl.audit.verify import verify
 from megarl.audit.view import open_run
+from tests.audit.raw import read_prompts
 from tests.convert.models import convert, same_bytes, tensors_in
 from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings
+from tools.audit import main
 
 pytestmark = pytest.mark.launch
 
@@ -62,7 +64,7 @@ def test_a_run_of_experts_goes_on_in_another_layout(experts) -> None:
     assert [row["iteration"] for row in run.rows] == [0, 1, 2]
 
 
-def test_virtual_stages_and_a_thinned_read_back(tmp_path: Path) -> None:
+def test_virtual_stages_and_a_thinned_read_back(tmp_path: Path, capsys) -> None:
     data = make_model(tmp_path / "data", layers=4, tied=True)
     keys = VIRTUAL | {"rollout.verify_every": 2, "eval.every": 10, "reward.scorers": SCORERS}
     run = run_warm("virtual", settings(data, tmp_path, **keys), tmp_path)
@@ -73,3 +75,7 @@ def test_virtual_stages_and_a_thinned_read_back(tmp_path: Path) -> None:
         if line["state"] == "ROLLOUT_READY"
     ]
     assert dict(ready) == {0: True, 2: False, 4: True, 6: False}
+    for iteration, words in ((0, "the generator held the same"), (1, "unverified: not read back")):
+        prompt = read_prompts(run.folder, iteration)[0]["prompt_id"]
+        assert main(["explain", str(run.folder), f"{iteration}/{prompt}/0"]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
