@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,5 +86,6 @@ def mark_finished(run: Run) -> None:
     write_finished(run.folder, facts)
     write_report(run.folder)
     run.console.note(
-        f"finished: {run.folder}; python -m megarl.observe.summary {run.folder} sums it up"
+        f"finished: {run.folder}; "
+        f"python -m megarl.observe.summary {quote(str(run.folder))} sums it up"
     )

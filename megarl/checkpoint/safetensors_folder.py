@@ -75,12 +75,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         found = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {found[0]} is a pickle: save it as safetensors first" if found else ""
+        if any(folder.glob("*.distcp")):
+            hint = "; a torch_dist folder: convert it, tools/convert_ckpt.py megatron-to-hf"
         raise FolderError(f"{folder}: neither {SINGLE} nor {INDEX}{hint}")
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FolderError(f"{index}: no readable weight_map: {error!r}") from error
+    weight_map = _weight_map(index)
+    files = sorted(set(weight_map.values()))
     held = {file: _shard(folder, file, weight_map) for file in files}
     for name, file in weight_map.items():
         if name not in held[file]:
@@ -94,6 +93,23 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if stray:
         raise FolderError(f"{index}: does not name {stray[0]} (and {len(stray) - 1} more)")
     return {name: held[file][name] for name, file in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file within the folder."""
+    try:
+        told = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FolderError(f"{index}: not JSON: {error}") from error
+    weight_map = told.get("weight_map") if isinstance(told, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FolderError(f"{index}: no readable weight_map: it must be tensor → file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file:
+            raise FolderError(f"{index}: no readable weight_map: {name} is in {file!r}, no file")
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise FolderError(f"{index}: places {name} in {file}, outside of its folder")
+    return weight_map
 
 
 def _shard(folder: Path, file: str, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
@@ -113,10 +129,16 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             header: dict[str, Any] = json.loads(file.read(length))
         except ValueError as error:
             raise FolderError(f"{path}: not safetensors: {error}") from error
+    if not isinstance(header, dict):
+        raise FolderError(f"{path}: not safetensors: its header is no object")
     header.pop("__metadata__", None)
     tensors = {}
+    ends = []
     for name, entry in header.items():
+        if not _is_entry(entry):
+            raise FolderError(f"{path}: not safetensors: its header says of {name}: {entry!r}")
         begin, end = (8 + length + at for at in entry["data_offsets"])
+        ends.append((begin, end, name))
         if end > size:
             raise FolderError(f"{path}: truncated: {name} ends at byte {end}, the file at {size}")
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -125,7 +147,31 @@ def _header(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: damaged: {name} {dtype}{list(shape)} has {end - begin} bytes"
             )
         tensors[name] = StoredTensor(name, path, dtype, shape, begin)
+    _refuse_gaps(path, 8 + length, sorted(ends), size)
     return tensors
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it tells a tensor's dtype, shape and first and last byte."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    numbers = [*shape, *offsets]
+    return all(type(at) is int and at >= 0 for at in numbers) and offsets[0] <= offsets[1]
+
+
+def _refuse_gaps(path: Path, at: int, ends: Sequence[tuple[int, int, str]], size: int) -> None:
+    """The tensors, (first byte, byte behind, name), fill the file from byte `at` on, as safetensors
+    itself asks."""
+    for begin, end, name in ends:
+        if begin != at:
+            how = "overlap of two tensors" if begin < at else "gap between tensors"
+            raise FolderError(f"{path}: damaged: {how}: {name} begins at byte {begin}, not {at}")
+        at = end
+    if at != size:
+        raise FolderError(f"{path}: damaged: {size - at} bytes after the last tensor")
 
 
 class FolderWriter:
@@ -201,7 +247,7 @@ class FolderWriter:
             self._close()
             if not self.error:
                 self._write_index()
-                self._write_config(source)
+                (self.partial / "config.json").write_text(self.config_of(source))
                 for name in companions:
                     if (source / name).is_file():
                         shutil.copyfile(source / name, self.partial / name)
@@ -264,14 +310,14 @@ class FolderWriter:
         }
         (self.partial / INDEX).write_text(json.dumps(index, indent=2))
 
-    def _write_config(self, source: Path) -> None:
-        """The source's config with the dtype that was written: of most elements."""
+    def config_of(self, source: Path) -> str:
+        """The text of the source's config with the dtype that is written: of most elements."""
         elements: dict[str, int] = {}
         for name, shape in self.shapes.items():
             dtype = self._dtype(name)
             elements[dtype] = elements.get(dtype, 0) + prod(shape)
         most = max(elements, key=elements.__getitem__)
-        (self.partial / "config.json").write_text(config_text(source, DTYPES[most]))
+        return config_text(source, DTYPES[most])
 
 
 def config_text(source: Path, dtype: str) -> str:

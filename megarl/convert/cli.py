@@ -12,6 +12,7 @@ import sys
 
 from megarl.contracts.errors import InputError
 from megarl.convert import hf_to_megatron, inspect, megatron_to_hf, reshard, verify
+from megarl.convert.interrupts import noticed
 from megarl.convert.processes import Processes, one_line, processes
 
 COMMANDS = {
@@ -30,7 +31,8 @@ EXAMPLES = """examples:
   python tools/convert_ckpt.py inspect out/qwen --tensors
 
 An output appears under its name when it is whole; one that exists is never touched.
-exit codes: 0 done; 1 verify found differences; 2 could not be done, one line says why
+exit codes: 0 done; 1 verify found differences; 2 could not be done, one line says why;
+130, 143 interrupted by Ctrl-C, SIGTERM
 """
 
 
@@ -55,29 +57,44 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: done, 1: differences, 2: could not be done."""
+    """0: done, 1: differences, 2: could not be done, 130 or 143: interrupted."""
     arguments = parser().parse_args(argv)
     crew = Processes()
-    try:
-        with processes() as crew:
-            try:
-                code = COMMANDS[arguments.command].run(arguments, crew)
-            except InputError as error:  # on every process
-                if crew.is_main:
-                    print(f"convert {arguments.command}: {error}", file=sys.stderr, flush=True)
-                # torchrun ends the others with the first that is gone: not before it is told.
-                crew.gather(None)
-                return 2
-        sys.stdout.flush()
-        return code
-    except (InputError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            # Whoever read the output has seen enough; nothing is left to flush at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        told = str(error) if isinstance(error, InputError) else one_line(error)
-        if crew.is_main:
-            print(f"convert {arguments.command}: {told}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with noticed() as interrupt:
+        try:
+            with processes() as crew:
+                try:
+                    code = COMMANDS[arguments.command].run(arguments, crew)
+                except InputError as error:  # on every process
+                    if interrupt.number is not None:
+                        raise
+                    _say(arguments, crew, str(error))
+                    # torchrun ends the others with the first that is gone: not before it is told.
+                    crew.gather(None)
+                    return 2
+            sys.stdout.flush()
+            return code
+        except BaseException as error:
+            if interrupt.number is not None:
+                _say(arguments, crew, _how_it_ended(arguments))
+                return 128 + interrupt.number
+            if isinstance(error, BrokenPipeError):
+                # Whoever read the output has seen enough; nothing is left to flush at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
+            if not isinstance(error, InputError | OSError):
+                raise
+            _say(arguments, crew, one_line(error))
+            return 2
+
+
+def _say(arguments: argparse.Namespace, crew: Processes, line: str) -> None:
+    if crew.is_main:
+        print(f"convert {arguments.command}: {line}", file=sys.stderr, flush=True)
+
+
+def _how_it_ended(arguments: argparse.Namespace) -> str:
+    out = getattr(arguments, "out", None)
+    if out is None:
+        return "interrupted"
+    return f"interrupted; {out} is there" if out.exists() else "interrupted; nothing was left"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.convert.boxes import ConvertError
 from megarl.convert.progress import Progress
-from megarl.convert.source import Source, blocks
+from megarl.convert.source import Source, blocks, refuse_overflow
 from megarl.reshard.digest import block_digest
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ class Copier:
         """Digests in the dtype that is written."""
 
     def fill(self, name: str, row: int, col: int, out: Tensor) -> None:
-        """`out` [rows, cols], of the written dtype, from that place of tensor `name` on."""
+        """`out` [rows, cols], of the written dtype, from that place of tensor `name` on. Raises as
+        `refuse_overflow`."""
         stored = self.source.tensors[name]
         for rows in blocks(out.shape[0], max(1, out.shape[1] * stored.dtype.itemsize)):
             window = out[rows]
@@ -50,6 +51,7 @@ class Copier:
                 block = torch.empty(window.shape, dtype=stored.dtype)
                 self.source.read(name, at, col, block)
                 window.copy_(block)
+                refuse_overflow(self.source, name, block, window)
                 self.before[name] += block_digest(block, name, at, col)
                 self.after[name] += block_digest(window, name, at, col)
             self.progress.advance(window.numel() * stored.dtype.itemsize)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.convert.boxes import ConvertError
+from megarl.convert.processes import one_line
 from megarl.convert.source import MemorySource
 
 SUFFIX = ".gguf"
@@ -62,12 +63,18 @@ def open_gguf(path: Path) -> GGUFSource:
         GenerationConfig.from_model_config(config).save_pretrained(folder.name)
         tokenizer.save_pretrained(folder.name)
         source = GGUFSource(path, Path(folder.name), decoded["tensors"])
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except ConvertError:
         folder.cleanup()
-        told = str(error).splitlines() or [type(error).__name__]
+        raise
+    except Exception as error:  # decoding a damaged file may raise anything
+        folder.cleanup()
         raise ConvertError(
-            told[0] if isinstance(error, ConvertError) else f"{path}: {told[0]}"
+            f"{path}: not decoded; it is damaged or truncated, or of a kind that transformers does "
+            f"not know: {one_line(error)}"
         ) from error
+    except BaseException:
+        folder.cleanup()
+        raise
     source.folder = folder
     return source
 

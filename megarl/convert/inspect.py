@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from megarl.convert import options
@@ -26,7 +25,7 @@ folder or a training checkpoint. Headers and indexes are checked, weights are no
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument("path", metavar="PATH", type=options.path)
     options.add_hf_files(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.convert.boxes import ConvertError
+from megarl.convert.companions import has_tokenizer
 from megarl.convert.megatron_to_hf import write_hf
-from megarl.convert.source import HFSource, Source
+from megarl.convert.source import HFSource, Source, blocks
 
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -30,31 +31,60 @@ RANDOM_LENGTH = 32
 TIMEOUT = 600.0
 
 
-def texts_of(prompts: Path | None, source: Source) -> list[Tensor]:
-    """Token ids int64 [n] of each text, n at least 2. A model folder without a tokenizer gets fixed
-    random ids.
+def lines_of(prompts: Path) -> list[str]:
+    """The file's lines that are not blank. Raises `ConvertError`: not readable, or no such line."""
+    try:
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConvertError(f"--prompts {prompts}: {getattr(error, 'strerror', error)}") from error
+    if not any(line.strip() for line in lines):
+        raise ConvertError(f"--prompts {prompts}: holds no text")
+    return [line for line in lines if line.strip()]
 
-    Raises `ConvertError`: no such file, no line of two tokens, no tokenizer for a file's lines.
+
+def refuse_not_finite(source: Source) -> None:
+    """Raises `ConvertError` naming the first tensor that is not finite: neither library's
+    log-probabilities would be numbers."""
+    for name, stored in source.tensors.items():
+        for rows in blocks(stored.rows, stored.cols * stored.dtype.itemsize):
+            block = torch.empty(rows.stop - rows.start, stored.cols, dtype=stored.dtype)
+            source.read(name, rows.start, 0, block)
+            if not block.isfinite().all():
+                raise ConvertError(
+                    f"{source.path}: {name} holds values that are not finite; there are no "
+                    "log-probabilities to compare"
+                )
+
+
+def texts_of(lines: Sequence[str] | None, source: Source) -> list[Tensor]:
+    """Token ids int64 [n] of each text, n at least 2: of `lines`, or of `TEXTS`. A model folder
+    without a tokenizer gets fixed random ids instead of the latter.
+
+    Raises `ConvertError`: no line of two tokens, no tokenizer for `lines`.
     """
     folder = source.companions
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
-        if prompts is not None:
-            raise ConvertError(f"{folder}: no tokenizer for the lines of {prompts}")
+    if not has_tokenizer(folder):
+        if lines is not None:
+            raise ConvertError(f"{folder}: no tokenizer for the lines of --prompts")
         draw = torch.Generator().manual_seed(0)
         shape = (len(TEXTS), RANDOM_LENGTH)
         return list(torch.randint(source.spec.vocab, shape, generator=draw))
     from transformers import AutoTokenizer
 
     try:
-        lines = TEXTS if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ConvertError(str(error).splitlines()[0]) from error
+        told = str(error).splitlines()[:1]
+        kind = type(error).__name__
+        raise ConvertError(
+            f"{folder}: its tokenizer does not load: {kind}: {''.join(told)}"
+        ) from error
     most = min(MOST_TOKENS, source.spec.max_positions)
-    found = [torch.tensor(tokenizer(line)["input_ids"][:most]) for line in lines if line.strip()]
+    texts = TEXTS if lines is None else lines
+    found = [torch.tensor(tokenizer(text)["input_ids"][:most]) for text in texts]
     found = [ids for ids in found if len(ids) > 1]
     if not found:
-        raise ConvertError(f"{prompts or folder}: no text of two tokens")
+        raise ConvertError(f"{folder}: its tokenizer makes no text of two tokens")
     return found
 
 
@@ -62,7 +92,10 @@ def largest_difference(
     theirs: Source, ours: Source, texts: Sequence[Tensor]
 ) -> tuple[float, int, str]:
     """(the largest difference of a token's log-probability, tokens compared, where it was), with
-    both models in float32: `theirs` by transformers, `ours` by megarl."""
+    both models in float32: `theirs` by transformers, `ours` by megarl. Raises `ConvertError` as
+    `refuse_not_finite`."""
+    for source in (theirs, ours):
+        refuse_not_finite(source)
     expected = _by_transformers(theirs, texts)
     found = _by_megarl(ours, texts)
     largest, place, count = 0.0, "nowhere", 0

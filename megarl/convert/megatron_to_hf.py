@@ -16,7 +16,7 @@ from megarl.convert.boxes import ConvertError
 from megarl.convert.copying import Copier, ahead, one_thread, refuse_damaged
 from megarl.convert.manifest import MANIFEST, manifest_text, weight_manifest
 from megarl.convert.opening import CHECKPOINT, TORCH_DIST, kind_of, opened
-from megarl.convert.output import refuse_existing, refuse_full_disk
+from megarl.convert.output import only_writer, refuse_existing, refuse_full_disk
 from megarl.convert.processes import Processes
 from megarl.convert.progress import Progress
 from megarl.convert.source import Source, target_dtypes
@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser)
     parser.add_argument(
         "--max-file-bytes",
-        type=int,
-        metavar="N",
-        help="weights beyond this go into several files with an index (default: 5 GB)",
+        type=options.size,
+        metavar="SIZE",
+        help="weights beyond this go into several files with an index: bytes, or 500MB, 5GB, … "
+        "in powers of 1000 (default: 5GB)",
     )
 
 
@@ -54,11 +55,11 @@ def run(arguments: argparse.Namespace, crew: Processes) -> int:
     def check() -> None:
         if crew.size > 1:
             raise ConvertError("megatron-to-hf streams in one process; start it without torchrun")
-        if arguments.max_file_bytes is not None and arguments.max_file_bytes < 1:
-            raise ConvertError(f"--max-file-bytes {arguments.max_file_bytes}: at least 1")
         refuse_existing(arguments.out)
         if kind_of(arguments.source) not in (TORCH_DIST, CHECKPOINT):
-            raise ConvertError(f"{arguments.source}: not megatron's format")
+            raise ConvertError(
+                f"{arguments.source}: not megatron's format; hf-to-megatron converts it to that"
+            )
 
     crew.each(check)
     with opened(arguments.source, arguments.hf_files) as source:
@@ -76,9 +77,16 @@ def write_hf(
 ) -> WeightManifest:
     """Write `out`, with each tensor in its dtype of `dtypes`; the folder appears when it is whole.
 
-    Raises `ConvertError`: it exists, could not be written, the source could not be read or has
-    other weights than were recorded of it.
+    Raises `ConvertError`: it exists or another conversion is writing it, it could not be written,
+    the source could not be read or has other weights than were recorded of it.
     """
+    with only_writer(out):
+        return _write_hf(source, out, dtypes, most_file_bytes)
+
+
+def _write_hf(
+    source: Source, out: Path, dtypes: dict[str, torch.dtype], most_file_bytes: int | None
+) -> WeightManifest:
     stored_as = {name: STORED_AS[dtype] for name, dtype in dtypes.items()}
     elements = {name: stored.rows * stored.cols for name, stored in source.tensors.items()}
     refuse_full_disk(out, sum(elements[name] * dtypes[name].itemsize for name in dtypes))
@@ -96,7 +104,8 @@ def write_hf(
         if not writer.error:
             refuse_damaged(source, copier.before)
         manifest = weight_manifest(source, dtypes, copier.after)
-        text = manifest_text(KIND, source, manifest, None)
+        config = writer.config_of(source.companions)
+        text = manifest_text(KIND, source, manifest, None, config)
         if error := writer.finish(source.companions, COMPANIONS, {MANIFEST: text}):
             raise ConvertError(error)
     except BaseException:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from megarl.checkpoint.commit import COMMIT_FILE, POSITION_FILE, CheckpointError, read_commit
 from megarl.checkpoint.commit import FOLDER as CHECKPOINTS
+from megarl.checkpoint.model_fit import numbers_of
 from megarl.checkpoint.safetensors_folder import INDEX
 from megarl.convert.boxes import ConvertError
-from megarl.convert.manifest import take_recorded, told
+from megarl.convert.companions import refuse_broken_companions
+from megarl.convert.manifest import MANIFEST, refuse_other_numbers, take_recorded, told
 from megarl.convert.source import HFSource, Source
 from megarl.convert.stored import INDEX_FILE, TorchDistSource
 from megarl.reshard.families import read_spec
@@ -28,6 +30,11 @@ def kind_of(path: Path) -> str:
         raise ConvertError(f"{path}: {'no model file' if path.exists() else 'no such path'}")
     if (path / COMMIT_FILE).is_file() or (path / POSITION_FILE).is_file():
         return CHECKPOINT
+    above = path.absolute().parent
+    if path.name == ACTOR and any(
+        (above / name).is_file() for name in (COMMIT_FILE, POSITION_FILE)
+    ):
+        raise ConvertError(f"{path}: a checkpoint's part; name the checkpoint, {above}")
     if (path / INDEX_FILE).is_file() or any(path.glob("*.distcp")):
         return TORCH_DIST
     if (path / "config.json").is_file() or (path / INDEX).is_file():
@@ -47,9 +54,12 @@ def kind_of(path: Path) -> str:
 def open_source(path: Path, hf_files: Path | None = None) -> Source:
     """`hf_files`: the folder with config and tokenizer, for weights that lie without them.
 
-    Raises `ConvertError` and `FolderError` naming file and tensor.
+    Raises `ConvertError` and `FolderError` naming file, tensor, or number of the config.
     """
     kind = kind_of(path)
+    if hf_files is not None and not (hf_files / "config.json").is_file():
+        how = "no config.json in it" if hf_files.is_dir() else "no folder"
+        raise ConvertError(f"--hf-files {hf_files}: {how}; name the folder that config.json is in")
     if kind == GGUF:
         from megarl.convert.gguf import open_gguf
 
@@ -61,6 +71,9 @@ def open_source(path: Path, hf_files: Path | None = None) -> Source:
         if not (companions / "config.json").is_file():
             raise ConvertError(f"{companions}: no config.json; name its folder with --hf-files")
         source = TorchDistSource(path, read_spec(companions), companions)
+        own = path / "config.json"
+        if hf_files is not None and own.is_file() and not (path / MANIFEST).is_file():
+            refuse_other_numbers(source, numbers_of(read_spec(path)), own)
         take_recorded(source, path)
     else:
         source = HFSource(path)
@@ -72,7 +85,7 @@ def open_source(path: Path, hf_files: Path | None = None) -> Source:
 def opened(path: Path, hf_files: Path | None = None) -> Iterator[Source]:
     source = open_source(path, hf_files)
     try:
-        refuse_other_vocabulary(source.companions, source.spec.vocab)
+        refuse_broken_companions(source.companions, source.spec.vocab)
         yield source
     finally:
         source.close()
@@ -84,6 +97,7 @@ def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
         read_commit(path)
         position = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
         model = (position["recipe"].get("model") or {}).get("path")
+        numbers = dict(position.get("model") or {})
         digests: dict[str, str] = position["tensor_digests"]
         recorded = {
             name.removeprefix("weights/"): int(digest, 16)
@@ -92,43 +106,19 @@ def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
         }
     except CheckpointError as error:
         raise ConvertError(str(error)) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(f"{path / POSITION_FILE}: not a position: {error!r}") from error
     companions = Path(model or "") if hf_files is None else hf_files
     if not (companions / "config.json").is_file():
         where = f"the model folder {model}" if model else "a model folder that it does not name"
         raise ConvertError(
             f"{path}: trained from {where}, which has no config.json here; name one with --hf-files"
-            if hf_files is None
-            else f"{hf_files}: no config.json"
         )
     source = TorchDistSource(path / ACTOR, read_spec(companions), companions)
+    refuse_other_numbers(source, numbers, path / POSITION_FILE)
     source.kind = "training checkpoint"
     source.recorded, source.recorded_in = recorded, path / POSITION_FILE
     return source
-
-
-def refuse_other_vocabulary(folder: Path, vocab: int) -> None:
-    """Raises `ConvertError` naming a token of the folder's tokenizer that the embedding has no row
-    for, or a tokenizer file that cannot be read."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return
-    try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        model = tokenizer.get("model") or {}
-        words = model.get("vocab") or {}
-        # Of a unigram model it is a list of [token, score].
-        ids = words if isinstance(words, dict) else {word[0]: at for at, word in enumerate(words)}
-        ids = ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-        token = max(ids, key=ids.__getitem__, default=None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{path}: not readable: {error!r}") from error
-    if token is not None and ids[token] >= vocab:
-        raise ConvertError(
-            f"{path}: token {token!r} has id {ids[token]}, config.json has vocab_size {vocab}: "
-            "tokenizer and weights are of two models"
-        )
 
 
 def dtypes_of(source: Source) -> str:

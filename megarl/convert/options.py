@@ -20,19 +20,47 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_UNITS = ("", "k", "m", "g", "t")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)b?", re.IGNORECASE)
 _KEY = re.compile(r"(?:actor|rollout)\.(\w+)")
 
 
 def add_paths(parser: argparse.ArgumentParser, source: str, out: str) -> None:
-    parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
-    parser.add_argument("out", metavar="OUT", type=Path, help=out)
+    parser.add_argument("source", metavar="SOURCE", type=path, help=source)
+    parser.add_argument("out", metavar="OUT", type=path, help=out)
+
+
+def path(text: str) -> Path:
+    """An empty one would be the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
+
+
+def size(text: str) -> int:
+    """Bytes: `5000000`, `500MB`, `1.5 GB`."""
+    found = _SIZE.fullmatch(text.strip())
+    bytes_ = int(float(found[1]) * 1000 ** _UNITS.index((found[2] or "").lower())) if found else 0
+    if bytes_ < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes, or 500MB, 5GB, …")
+    return bytes_
+
+
+def positive_real(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
 
 
 def add_hf_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-files",
         metavar="FOLDER",
-        type=Path,
+        type=path,
         help="where config.json and tokenizer are, when they are not beside the weights",
     )
 
@@ -75,10 +103,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def mesh_of(arguments: argparse.Namespace) -> Mesh:

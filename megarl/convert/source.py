@@ -89,14 +89,32 @@ def blocks(rows: int, width_bytes: int) -> Iterator[slice]:
 
 
 def digest_of(source: Source, name: str, dtype: torch.dtype | None = None) -> int:
-    """Of a whole stored tensor, in the dtype it has or after a cast to `dtype`."""
+    """Of a whole stored tensor, in the dtype it has or after a cast to `dtype`. Raises as
+    `refuse_overflow`."""
     stored = source.tensors[name]
     total = 0
     for rows in blocks(stored.rows, stored.cols * stored.dtype.itemsize):
         block = torch.empty(rows.stop - rows.start, stored.cols, dtype=stored.dtype)
         source.read(name, rows.start, 0, block)
-        total += block_digest(block if dtype is None else block.to(dtype), name, rows.start, 0)
+        if dtype is not None:
+            cast = block.to(dtype)
+            refuse_overflow(source, name, block, cast)
+            block = cast
+        total += block_digest(block, name, rows.start, 0)
     return total % 2**64
+
+
+def refuse_overflow(source: Source, name: str, before: Tensor, after: Tensor) -> None:
+    """Raises `ConvertError` where a cast made infinite what was finite, in a part of `name`."""
+    most = torch.finfo(after.dtype).max
+    if torch.finfo(before.dtype).max <= most:
+        return
+    infinite = after.isinf()
+    if infinite.any() and (lost := infinite & before.isfinite()).any():
+        raise ConvertError(
+            f"{source.path}: {name} has values such as {float(before[lost][0]):.6g}, beyond the "
+            f"largest of {_told(after.dtype)}, {most:.6g}; choose another --dtype"
+        )
 
 
 def refuse_mixed(source: Source) -> torch.dtype:

@@ -244,7 +244,8 @@ class TorchDistSource(Source):
             start = torch._C.PyTorchFileReader(packed).get_record_offset(ELEMENTS)
         except Exception as error:  # a damaged zip may raise anything
             where = f"{item.path}: damaged at bytes {item.offset} … {item.offset + item.length}"
-            raise ConvertError(f"{where}: {_line(error)}") from error
+            what = str(error) if isinstance(error, ValueError) else "torch reads no tensor there"
+            raise ConvertError(f"{where}: {what}") from error
         return self.files.read(item.path, item.offset, start)
 
     def close(self) -> None:

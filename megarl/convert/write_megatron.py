@@ -43,7 +43,7 @@ from megarl.convert.boxes import (
 )
 from megarl.convert.copying import Copier, ahead, one_thread, refuse_damaged
 from megarl.convert.manifest import MANIFEST, manifest_text, told, weight_manifest
-from megarl.convert.output import copy_companions, folder_when_whole
+from megarl.convert.output import copy_companions, folder_when_whole, refuse_other_sizes
 from megarl.convert.processes import Processes, one_line
 from megarl.convert.progress import Progress
 from megarl.convert.source import FLOAT32_ALWAYS, Source, digest_of
@@ -111,15 +111,26 @@ def write_megatron(
             kept = next(
                 dtype for name, dtype in dtypes.items() if not name.endswith(FLOAT32_ALWAYS)
             )
-            (folder / "config.json").write_text(config_text(source.companions, told(kept)))
+            config = config_text(source.companions, told(kept))
+            (folder / "config.json").write_text(config)
             copy_companions(source.companions, folder, COMPANIONS)
-            text = manifest_text(KIND, source, manifest, layout_of(mesh))
+            text = manifest_text(KIND, source, manifest, layout_of(mesh), config)
             (folder / MANIFEST).write_text(text)
 
         crew.on_main(lambda: _naming(out, finish))
         if proven:
             crew.each(lambda: _prove(folder, source, manifest, crew))
+        crew.on_main(lambda: refuse_other_sizes(folder, _sizes(jobs, everything)))
     return manifest
+
+
+def _sizes(jobs: Mapping[int, list[Chunk]], written: Written) -> dict[str, int]:
+    """File → bytes, of every rank's file; of a rank that writes nothing it is empty."""
+    sizes = {f"__{rank}_0.distcp": 0 for rank in jobs}
+    for _, _, info, _ in written:
+        name = info.relative_path
+        sizes[name] = max(sizes[name], info.offset + info.length)
+    return sizes
 
 
 def _read(source: Source, chunks: Mapping[int, Iterable[Chunk]]) -> int:

@@ -26,7 +26,10 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, **number
         save_file(cast, path, metadata={"format": "pt"})
         set_config(folder, dtype=str(dtype).removeprefix("torch."))
     vocab = {f"t{number}": number for number in range(300)}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    words = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
+    told = {"version": "1.0", "added_tokens": [], "model": words}
+    told["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
@@ -58,5 +61,6 @@ def convert(*words: object) -> int:
 
 
 def nothing_left(folder: Path) -> bool:
-    """Neither the output nor what was written of it."""
-    return not folder.exists() and not folder.with_name(f".{folder.name}.partial").exists()
+    """Neither the output, nor what was written of it, nor the lock that it was written under."""
+    also = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "lock"))
+    return not any(path.exists() for path in (folder, *also))

@@ -102,7 +102,50 @@ def _added_token(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(told))
 
 
+def _bytes_behind(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x" * 100)
+
+
+def _gap(folder: Path) -> None:
+    """Four bytes before the tensor that comes last, and the offsets that say so."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    places = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    last = max(places)
+    begin = last[0]
+    last[:] = [at + 4 for at in last]
+    text = json.dumps(header).encode()
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + body[:begin] + bytes(4) + body[begin:]
+    )
+
+
+def _header_of_words(folder: Path) -> None:
+    text = json.dumps({NAME: {"dtype": "F32", "shape": "wide"}}).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _shard_elsewhere(folder: Path, place: object) -> None:
+    _split(folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][NAME] = place
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 HF_FAULTS = {
+    "bytes behind": (_bytes_behind, ("100 bytes after the last tensor",)),
+    "gap": (_gap, ("damaged: gap between tensors",)),
+    "header of words": (_header_of_words, ("not safetensors", NAME)),
+    "shard above": (
+        lambda f: _shard_elsewhere(f, "../a.safetensors"),
+        (f"places {NAME} in ../a.safetensors", "outside of its folder"),
+    ),
+    "absolute shard": (lambda f: _shard_elsewhere(f, "/a.safetensors"), ("outside of its folder",)),
+    "shard that is a number": (lambda f: _shard_elsewhere(f, 7), ("weight_map", "in 7, no file")),
     "missing shard": (_missing_shard, ("b.safetensors: missing", "places model.")),
     "index names what no shard holds": (_wrong_index, ("model.layers.9.norm", INDEX)),
     "truncated": (_truncated, ("model.safetensors: truncated",)),
@@ -196,7 +239,7 @@ MEGATRON_FAULTS = {
     "lost file": (_lost_file, ("__1_0.distcp: is missing", "a part of ")),
     "short file": (_short_file, ("__0_0.distcp: ends at byte",)),
     "changed element": (_changed_element, (NAME, "manifest.json records")),
-    "no zip": (_no_zip, ("__0_0.distcp: damaged at bytes",)),
+    "no zip": (_no_zip, ("__0_0.distcp: damaged at bytes", "reads no tensor there")),
     "an index that runs code": (_evil_index, (".metadata: not readable", "builtins.print")),
     "no index": (lambda f: (f / ".metadata").unlink(), (".metadata: missing",)),
     "lost tensor": (_lost_tensor, ("no tensor decoder.final_layernorm.weight",)),
@@ -260,11 +303,16 @@ def test_paths_of_another_kind(model, megatron, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert "no such path" in _told(capsys, "inspect", tmp_path / "nowhere")
     assert "reshard" in _told(capsys, "hf-to-megatron", megatron, out)
-    assert "not megatron's format" in _told(capsys, "megatron-to-hf", model, out)
+    told = _told(capsys, "megatron-to-hf", model, out)
+    assert "not megatron's format; hf-to-megatron" in told
     assert "hf-to-megatron" in _told(capsys, "reshard", model, out)
     (tmp_path / "notes").mkdir()
     assert "neither Hugging Face" in _told(capsys, "inspect", tmp_path / "notes")
     broken = tmp_path / "x.gguf"
     broken.write_bytes(b"GGUF but not really")
     assert "x.gguf" in _told(capsys, "hf-to-megatron", broken, out)
+    broken.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 16)
+    assert "x.gguf: not decoded; it is damaged or truncated" in _told(
+        capsys, "hf-to-megatron", broken, out
+    )
     assert "needs a Hugging Face folder" in _told(capsys, "verify", megatron, megatron, "--logits")

@@ -221,7 +221,6 @@ def test_a_scorer_that_cannot_be_used_is_refused_at_start(scorer, why):
     with pytest.raises(ScorerError, match=why) as caught:
         ScoringPool(section(scorer), Characters())
     assert "\n" not in str(caught.value)
-    # What an earlier test left behind may end meanwhile.
     assert left_of(before) == [] and child_processes() <= before
 
 
@@ -291,7 +290,6 @@ def test_closing_ends_workers_and_what_they_started():
     assert len(started) == 3
     pool.close()
     pool.close()
-    # What an earlier test left behind may end meanwhile.
     assert left_of(before) == [] and child_processes() <= before
     # The grandchild was reparented, and dies a moment after it is told to.
     until = time.monotonic() + 5
