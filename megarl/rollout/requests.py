@@ -81,8 +81,12 @@ def assign_replicas(
         assigned[replica] += rows
         loads[replica] += sum(cost[row] for row in rows)
 
+    left = len(cost)
     for rows in sorted(groups.values(), key=lambda rows: (-sum(cost[r] for r in rows), rows[0])):
-        if min(loads) + sum(cost[row] for row in rows) <= share:
+        left -= len(rows)
+        idle = sum(not held for held in assigned)
+        fits = min(loads) + sum(cost[row] for row in rows) <= share
+        if fits and idle - 1 <= left:  # what comes after can still busy the other idle ones
             place(rows)
         else:
             for row in rows:

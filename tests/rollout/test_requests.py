@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.rollout.requests import Request, assign_replicas, request_seed
@@ -60,6 +60,7 @@ def test_no_replica_at_all_is_refused() -> None:
     replicas=st.integers(1, 6),
     response=st.integers(1, 200),
 )
+@example(lengths=[1, 5], group=2, replicas=4, response=1)
 def test_every_request_is_assigned_once_and_the_load_is_even(
     lengths: list[int], group: int, replicas: int, response: int
 ) -> None:
