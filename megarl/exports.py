@@ -27,9 +27,9 @@ from megarl.checkpoint.safetensors_folder import STORED_AS, stored_tensors
 from megarl.experience.columns import sync_folder
 from megarl.recipe import Recipe
 from megarl.reshard.digest import Digester, block_digest
-from megarl.reshard.exchange import as_matrix
 from megarl.reshard.families import FolderError, ModelSpec
 from megarl.reshard.layout import megatron_placement
+from megarl.reshard.matrix import as_matrix
 from megarl.reshard.transfer import source_digests
 from megarl.world import World
 

@@ -22,10 +22,10 @@ from megarl.checkpoint.safetensors_folder import (
     stored_tensors,
 )
 from megarl.reshard.digest import Digester, block_digest
-from megarl.reshard.exchange import Exchange, as_matrix, window
+from megarl.reshard.exchange import Exchange
 from megarl.reshard.families import FolderError, ModelSpec
 from megarl.reshard.layout import hf_placement
-from megarl.reshard.matrix import held_as
+from megarl.reshard.matrix import as_matrix, held_as, window
 from megarl.reshard.placement import LogicalTensor, Piece, Placement
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transfer import param_faults, source_digests

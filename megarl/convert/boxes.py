@@ -126,7 +126,7 @@ def addresses(spec: ModelSpec, param: str) -> Iterator[Address]:
 def _stacks_layers(spec: ModelSpec) -> bool:
     """Whether megatron puts all layers into one tensor: those of a model whose layers differ, as a
     list in `moe_layer_freq` says, it does not."""
-    return getattr(spec, "moe", None) is None
+    return spec.moe is None
 
 
 def own_address(spec: ModelSpec, param: str) -> Address:

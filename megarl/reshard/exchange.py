@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.reshard.matrix import as_matrix, window
+from megarl.reshard.matrix import window
 from megarl.reshard.plan import Copy, Plan
-
-__all__ = ["Exchange", "as_matrix", "window"]
 
 BUFFERS = 2
 """Of each kind: the buckets that may be under way at once."""

@@ -96,7 +96,7 @@ class Generator:
         model does not divide by tp and ep.
         """
         config = json.loads((Path(folder) / "config.json").read_text())
-        check_divides(config, mesh.rollout_tp, getattr(section, "ep", 1), str(folder))
+        check_divides(config, mesh.rollout_tp, section.ep, str(folder))
         self.active: PolicyVersion | None = None
         self.replica = mesh.replica(rank)
         self._section = section

@@ -43,8 +43,10 @@ class HybridEngine:
     """Of the versions handed over, the first and every so many-th are read back and compared."""
     transferred: TransferStats | None = field(default=None, init=False)
     """What the last hand-over moved."""
-    _handed_over: list[str] = field(default_factory=list, init=False)
-    """Ids of the versions handed over since this process began, in order."""
+    _handed_over: int = field(default=0, init=False)
+    """Versions since this process began."""
+    _latest: str | None = field(default=None, init=False)
+    """Id of the last of them."""
     _stage: str = field(default="training", init=False)
 
     @contextmanager
@@ -99,9 +101,9 @@ class HybridEngine:
 
     def _reads_back(self, version: PolicyVersion) -> bool:
         """Whether this version's weights are compared where the generator holds them."""
-        if version.id not in self._handed_over[-1:]:
-            self._handed_over.append(version.id)
-        return (len(self._handed_over) - 1) % self.verify_every == 0
+        if version.id != self._latest:
+            self._handed_over, self._latest = self._handed_over + 1, version.id
+        return (self._handed_over - 1) % self.verify_every == 0
 
     def manifest(self) -> WeightManifest:
         """The actor's weights as they are, every copy of them compared. Collective."""

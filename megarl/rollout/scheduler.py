@@ -198,7 +198,7 @@ def build_scheduler(
     arguments = ServerArgs(
         model_path=str(folder),
         tp_size=tp,
-        ep_size=getattr(section, "ep", 1),
+        ep_size=section.ep,
         dtype=section.dtype,
         skip_tokenizer_init=True,
         # Else some devices keep DeepSeek's shared expert under the routed ones' names.
