@@ -15,18 +15,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megarl.recipe.algorithm import AlgorithmSection, DynamicSamplingSection, KlSection
 from megarl.recipe.checks import refusals
 from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.learning import (
-    AlgorithmSection,
-    DynamicSamplingSection,
-    KlSection,
     OnStatusSection,
     ParitySection,
     RewardSection,
     ScorerSection,
 )
 from megarl.recipe.reference import help_text, recipe_reference_markdown
+from megarl.recipe.roles import CriticSection, ReferenceSection
 from megarl.recipe.schema import Recipe
 from megarl.recipe.sections import (
     ActorSection,
@@ -47,6 +46,7 @@ __all__ = [
     "ActorSection",
     "AlgorithmSection",
     "CheckpointSection",
+    "CriticSection",
     "DataSection",
     "DynamicSamplingSection",
     "EvalSection",
@@ -58,6 +58,7 @@ __all__ = [
     "ParitySection",
     "Recipe",
     "RecipeError",
+    "ReferenceSection",
     "ResumeSection",
     "RewardSection",
     "RolloutSection",
@@ -79,6 +80,8 @@ SEEDED_KEYS = (
     ("model", "path"),
     ("data", "train"),
     ("data", "eval"),
+    ("critic", "path"),
+    ("reference", "path"),
     ("resume", "from"),
 )
 

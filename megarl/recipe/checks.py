@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megarl.recipe.checks_learning import learning_refusals
 from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.schema import Recipe
 from megarl.recipe.sections import RESUME_CONTENTS
@@ -40,11 +41,10 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     """Everything the recipe's keys refuse about each other, most basic first."""
     yield from _name(recipe)
     yield from _layout(recipe)
-    yield from _groups(recipe)
+    yield from learning_refusals(recipe)
     yield from _tokens(recipe)
     yield from _sampling(recipe)
     yield from _memory(recipe)
-    yield from _optimizer(recipe)
     yield from _reward(recipe)
     yield from _parity(recipe)
     yield from _experience(recipe)
@@ -131,23 +131,6 @@ def _divides(ranks: int, sizes: dict[str, int]) -> Iterator[Refusal]:
     )
 
 
-def _groups(recipe: Recipe) -> Iterator[Refusal]:
-    rollout, minibatches = recipe.rollout, recipe.algorithm.minibatches
-    if rollout.group_size < 2:
-        yield (
-            ("rollout.group_size",),
-            "grpo compares the responses of one prompt, a single one would always have advantage "
-            "0; set rollout.group_size to 2 or more",
-        )
-    if minibatches > rollout.prompts_per_iteration:
-        yield (
-            ("algorithm.minibatches", "rollout.prompts_per_iteration"),
-            f"{minibatches} minibatches cannot be made of {rollout.prompts_per_iteration} whole "
-            f"groups; set algorithm.minibatches to {rollout.prompts_per_iteration} or less, or "
-            "raise rollout.prompts_per_iteration",
-        )
-
-
 def _tokens(recipe: Recipe) -> Iterator[Refusal]:
     rollout, budget = recipe.rollout, recipe.actor.tokens_per_micro_batch
     longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
@@ -196,27 +179,6 @@ def _memory(recipe: Recipe) -> Iterator[Refusal]:
             ("rollout.release", "world.device"),
             "a CPU cannot give the generator's memory back while it trains; set rollout.release "
             "to false, or world.device to cuda",
-        )
-
-
-def _optimizer(recipe: Recipe) -> Iterator[Refusal]:
-    actor, steps = recipe.actor, recipe.run.iterations * recipe.algorithm.minibatches
-    if actor.min_lr > actor.lr:
-        yield (
-            ("actor.min_lr", "actor.lr"),
-            f"min_lr {actor.min_lr} is above lr {actor.lr}; set it to {actor.lr} or less",
-        )
-    if actor.min_lr and actor.lr_schedule == "constant":
-        yield (
-            ("actor.min_lr",),
-            "a constant schedule never reaches min_lr; set actor.lr_schedule to linear or cosine, "
-            "or leave min_lr out",
-        )
-    if actor.lr_warmup_steps >= steps:
-        yield (
-            ("actor.lr_warmup_steps", "run.iterations"),
-            f"a warm-up of {actor.lr_warmup_steps} steps never ends: the run has {steps} "
-            "(run.iterations × algorithm.minibatches); set it below that",
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megarl.recipe.roles import LAYOUT_KEYS
 from megarl.recipe.schema import Recipe
 
 UPDATE_KEYS = (
@@ -23,6 +24,10 @@ UPDATE_KEYS = (
     "actor.weight_decay",
     "actor.clip_grad",
     "actor.max_skipped_steps",
+    "actor.router",
+    "actor.router_aux_loss",
+    "actor.replay_routing",
+    "critic",
     "model.dtype",
     "rollout.dtype",
     "rollout.temperature",
@@ -33,8 +38,17 @@ UPDATE_KEYS = (
 """Keys and whole sections that an update from sealed facts, or the digest of its weights, reads."""
 
 
-NOT_UPDATE_KEYS = ("algorithm.dynamic_sampling",)
-"""Within those sections: what only generation reads."""
+_CRITIC_ROUNDINGS = (
+    "critic.tokens_per_micro_batch",
+    "critic.recompute",
+    "critic.offload",
+    *(f"critic.{key}" for key in LAYOUT_KEYS),
+)
+"""Layout, packing and memory of the critic."""
+
+NOT_UPDATE_KEYS = ("algorithm.dynamic_sampling", "critic.path", *_CRITIC_ROUNDINGS)
+"""Within those sections: what only generation reads, and what moves roundings alone. The weights
+that a critic begins from are compared by digest."""
 
 
 FREE_ON_RESUME = (
@@ -60,6 +74,8 @@ FREE_ON_RESUME = (
     "actor.tokens_per_micro_batch",
     "actor.recompute",
     "actor.logprob_chunk_tokens",
+    *_CRITIC_ROUNDINGS,
+    "reference.offload",
     "rollout.tp",
     "rollout.ep",
     "rollout.verify_every",
@@ -73,6 +89,8 @@ FREE_ON_RESUME = (
     "model.path",
     "data.train",
     "data.eval",
+    "critic.path",
+    "reference.path",
 )
 """Keys and whole sections that may change when a run is resumed; any other key counts as changing
 the maths or the data. `run.iterations` is free only where the learning rate does not depend on it.
@@ -83,7 +101,7 @@ def update_differences(recipe: Recipe, ran: Recipe) -> dict[str, tuple[Any, Any]
     """Key → (the recipe's value, the run's), for keys that change what an update computes."""
     mine, theirs = recipe.flat(), ran.flat()
     keys = [key for key in mine if _within(key, UPDATE_KEYS) and not _within(key, NOT_UPDATE_KEYS)]
-    if recipe.actor.lr_schedule != "constant":
+    if recipe.actor.lr_schedule != "constant" or recipe.critic_section.lr_schedule != "constant":
         keys.append("run.iterations")  # the length of the decay
     return {key: (mine[key], theirs[key]) for key in keys if mine[key] != theirs[key]}
 
@@ -95,7 +113,8 @@ def resume_differences(recipe: Recipe, stored: Recipe) -> dict[str, tuple[Any, A
     paths (tokenizer, model, data, scorers' versions) are not looked at.
     """
     new, old = recipe.flat(), stored.flat()
-    decays = {recipe.actor.lr_schedule, stored.actor.lr_schedule} != {"constant"}
+    sections = (recipe.actor, stored.actor, recipe.critic_section, stored.critic_section)
+    decays = {section.lr_schedule for section in sections} != {"constant"}
     counted = [key for key in new if not _within(key, FREE_ON_RESUME)]
     if decays:
         counted.append("run.iterations")  # the length of the decay

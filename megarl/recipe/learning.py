@@ -1,4 +1,4 @@
-"""The recipe's sections about what is learned: rewards, the algorithm, the parity it rests on."""
+"""The recipe's sections about rewards and the parity that learning rests on."""
 
 from __future__ import annotations
 
@@ -73,66 +73,6 @@ class RewardSection(Section):
         description="Responses to a prompt, over the run, that may go unscored (error or timeout) "
         "before it is never drawn again; 0: never.",
     )
-
-
-class KlSection(Section):
-    """KL to the reference policy, in the loss."""
-
-    beta: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the KL term; 0: no reference model is loaded."
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="With l = log π − log π_ref: k1 = l, k2 = l²/2, k3 = exp(−l) + l − 1.",
-    )
-
-
-class DynamicSamplingSection(Section):
-    """Drawing more prompts until enough groups would train (DAPO, arXiv:2503.14476)."""
-
-    max_rounds: Positive = Field(
-        1,
-        description="Rounds of drawing and generating, all by one policy version, until "
-        "rollout.prompts_per_iteration groups are complete and not dropped for equal rewards; "
-        "1: off.",
-    )
-
-
-class AlgorithmSection(Section):
-    """Advantages, loss and minibatches."""
-
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
-    normalize_std: bool = Field(
-        True, description="Divide by the group's standard deviation (ddof 1)."
-    )
-    advantage_eps: Annotated[float, Field(ge=0)] = Field(
-        1e-6, description="Added to that standard deviation."
-    )
-    minibatches: Positive = Field(description="Optimizer steps per iteration.")
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.2, description="PPO clip: the ratio's lower bound is 1 − clip_low."
-    )
-    clip_high: Annotated[float, Field(ge=0)] = Field(
-        0.2, description="PPO clip: the ratio's upper bound is 1 + clip_high."
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Bound c > 1 on the loss of negative advantages; empty: none."
-    )
-    reduction: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
-        "token_mean", description="How token losses become one number, over the global minibatch."
-    )
-    entropy_coefficient: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the entropy bonus."
-    )
-    kl: KlSection = Field(KlSection(), description="")
-    zero_variance: Literal["drop", "keep"] = Field(
-        "drop", description="Groups whose rewards are all equal: out of every denominator, or kept."
-    )
-    partial_groups: Literal["drop", "keep_scored"] = Field(
-        "drop",
-        description="Groups with a lost or unscored sample: dropped whole, or the scored kept.",
-    )
-    dynamic_sampling: DynamicSamplingSection = Field(DynamicSamplingSection(), description="")
 
 
 class ParitySection(Section):

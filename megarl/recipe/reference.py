@@ -51,8 +51,9 @@ def recipe_reference_markdown() -> str:
         "  here win, sections merge key by key, lists are replaced whole.",
         "- `key=value` on the command line wins over files: `rollout.tp=2`,",
         "  `reward.scorers=[{name: exact_match}]`. Values are YAML.",
-        "- `{seed}` in `run.name`, `run.folder`, `model.path`, `data.train`, `data.eval` and",
-        "  `resume.from` is the seed. Paths are relative to the folder the command is started in.",
+        "- `{seed}` in `run.name`, `run.folder`, `model.path`, `data.train`, `data.eval`,",
+        "  `critic.path`, `reference.path` and `resume.from` is the seed.",
+        "  Paths are relative to the folder the command is started in.",
         "- `python -m megarl.recipe RECIPE [key=value …]` checks a recipe and prints it resolved.",
     ]
     section = None

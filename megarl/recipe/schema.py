@@ -15,7 +15,9 @@ from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from megarl.contracts.hashes import contract_hash
-from megarl.recipe.learning import PARITY_DEFAULTS, AlgorithmSection, ParitySection, RewardSection
+from megarl.recipe.algorithm import AlgorithmSection
+from megarl.recipe.learning import PARITY_DEFAULTS, ParitySection, RewardSection
+from megarl.recipe.roles import CriticSection, ReferenceSection
 from megarl.recipe.sections import (
     ActorSection,
     CheckpointSection,
@@ -45,6 +47,8 @@ class Recipe(Section):
     rollout: RolloutSection
     reward: RewardSection
     algorithm: AlgorithmSection
+    critic: CriticSection = CriticSection()
+    reference: ReferenceSection = ReferenceSection()
     parity: ParitySection = ParitySection()
     eval: EvalSection = EvalSection()
     experience: ExperienceSection = ExperienceSection()
@@ -79,6 +83,11 @@ class Recipe(Section):
             del content[section]
         content["run"] = {"iterations": self.run.iterations}
         return contract_hash(content)
+
+    @property
+    def critic_section(self) -> ActorSection:
+        """What the critic is built and learns by."""
+        return self.critic.over(self.actor)
 
     def flat(self) -> dict[str, Any]:
         """Dotted key → value as plain JSON data, in declared order; lists and mappings whole."""

@@ -18,7 +18,17 @@ FilePath = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 StageName = Literal[STAGES]
 
-RESUME_CONTENTS = ("tokenizer", "model", "data", "eval_data", "sampling", "scorer", "records")
+RESUME_CONTENTS = (
+    "tokenizer",
+    "model",
+    "critic",
+    "data",
+    "eval_data",
+    "sampling",
+    "scorer",
+    "algorithm",
+    "records",
+)
 """What a resume compares besides recipe keys; `resume.allow` takes these names too."""
 
 
@@ -135,6 +145,19 @@ class ActorSection(Section):
     )
     distributed_optimizer: bool = Field(
         True, description="Cut optimizer state over the data-parallel ranks."
+    )
+    router: Literal["trained", "frozen"] = Field(
+        "trained", description="Of a model with experts: whether its routers learn."
+    )
+    router_aux_loss: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="Of a model with experts: weight of the loss that balances their load over the "
+        "global minibatch; 0: none.",
+    )
+    replay_routing: bool = Field(
+        False,
+        description="Of a model with experts: the trainer sends each token to the experts that the "
+        "generator chose for it (arXiv:2510.11370), weighted by its own scores.",
     )
     offload: Literal["none", "optimizer"] = Field(
         "none",

@@ -58,7 +58,7 @@ def test_what_is_kept_and_resumed_is_no_part_of_the_hash() -> None:
     assert load_recipe(QUICKSTART, overrides).hash == hash_
 
 
-CONTENTS = "tokenizer, model, data, eval_data, sampling, scorer, records"
+CONTENTS = "tokenizer, model, critic, data, eval_data, sampling, scorer, algorithm, records"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_hash_is_the_recorded_one(recipe_file: Path) -> None:
     # Fails when a key or default changes: then every recorded hash changes too, on purpose.
     assert (
         load_recipe(recipe_file).hash
-        == "sha256:6295bca67d56c0f6585ea5dd74d7d784712a13c799852e9d439b093cd8e4bc74"
+        == "sha256:c83cd0d45af80930978877e88839dfcd418a02158af66a23f45e24ce98782526"
     )
 
 
