@@ -1,60 +1,184 @@
-"""Advantages from outcome rewards. Statistics are float64, summed once in canonical order.
+"""Built-in estimators: from rewards to one advantage per action token, before whitening.
 
-N samples in canonical order, R response tokens of some samples.
+An estimator is a function of a `CreditBatch` and the recipe's `algorithm` section. It gives
+advantages, float64 [R], or (advantages, returns), the latter for a critic to learn. An own one is
+named by its import path::
+
+    def mine(batch: CreditBatch, settings) -> np.ndarray: ...
+
+N samples of the iteration in canonical order, n of them this rank's with R response tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
 import numpy as np
 
+from megarl.algorithms.gae import gae, returns_to_go
+from megarl.algorithms.group import grpo_advantages, rloo_advantages
+from megarl.algorithms.shaping import step_rewards
+from megarl.contracts.steps import Steps
+from megarl.data.everyone import Everyone
 
-def grpo_advantages(
-    total: np.ndarray, group: np.ndarray, ok: np.ndarray, normalize_std: bool, eps: float
-) -> np.ndarray:
-    """Group-relative advantages, float64 [N] (GRPO: DeepSeekMath, arXiv:2402.03300, section 4.1).
 
-        A_i = (r_i − mean r) / (std r + eps)        normalize_std
-        A_i =  r_i − mean r                         otherwise (Dr. GRPO, arXiv:2503.20783)
+class GaeSettings(Protocol):
+    lam: float
+    truncation: str
 
-    `total` float64 [N] rewards, `group` int [N] the prompt each sample belongs to, `ok` bool [N]
-    which rewards are real scores. Conventions: mean and std run over the *scored* samples of a
-    group; std is the sample's (ddof 1) and eps is added to it, outside the root; an unscored
-    sample (`ok` False, whatever its total) enters no statistic and gets 0; a group with fewer
-    than two scored samples gets 0; a group whose reward *values* are equal gets exactly 0.
 
-    Raises `ValueError` when a scored reward is not finite or lengths differ.
+class CreditSettings(Protocol):
+    """The `algorithm` section of the recipe, as far as credit reads it."""
+
+    advantage: str
+    group_std: str
+    advantage_eps: float
+    rewards: str
+    gamma: float
+    gae: GaeSettings
+    whiten: str
+    needs_values: bool
+    kl_in_reward: bool
+
+
+@dataclass(frozen=True)
+class CreditBatch:
+    """This rank's samples, and what statistics need of all of them."""
+
+    offsets: np.ndarray  # int64 [n+1], where each sample's response tokens begin
+    action_mask: np.ndarray  # bool [R]
+    terminated: np.ndarray  # bool [n], the policy ended it; else it was cut off
+    token_rewards: np.ndarray
+    """float64 [R]: the outcome, or step scores, and the KL penalty, on action tokens."""
+    old_log_probs: np.ndarray  # float32 [R]
+    ref_log_probs: np.ndarray | None  # float32 [R]
+    values: np.ndarray | None  # float64 [R], V(s_t) where token t is predicted
+    last_values: np.ndarray | None  # float64 [n], V at the last response token
+    own: np.ndarray  # int64 [n], rows of the N that these samples are
+    group: np.ndarray  # int [N], whose prompt
+    compared: np.ndarray  # bool [N], rows that enter a group's statistics
+    trained: np.ndarray  # bool [N], rows that train
+    rewards: np.ndarray
+    """float64 [N]: shaped totals less the sequence's KL penalty; NaN where not known."""
+    steps: Steps
+    """Step scores of the N rows."""
+    everyone: Everyone
+    """This rank's float64 [n, k] → everybody's [N, k]. Collective: ask alike on every rank, also
+    where n is 0."""
+
+    @cached_property
+    def sample(self) -> np.ndarray:
+        """int64 [R], the sample (of n) that each response token belongs to."""
+        return np.repeat(np.arange(len(self.own)), np.diff(self.offsets))
+
+    @cached_property
+    def trained_mask(self) -> np.ndarray:
+        """bool [R], action tokens of samples that train."""
+        return self.action_mask & self.trained[self.own][self.sample]
+
+    @cached_property
+    def trained_sample(self) -> np.ndarray:
+        """int64 [tokens of `trained_mask`], the sample of each."""
+        return self.sample[self.trained_mask]
+
+    def sums(self, column: np.ndarray) -> np.ndarray:
+        """float64 [n]: of a column [R], each sample's trained action tokens, in their order."""
+        values = column[self.trained_mask]
+        sums = np.bincount(self.trained_sample, values, minlength=len(self.own))
+        return sums.astype(np.float64)  # of no token at all it would be integers
+
+    def on_tokens(self, advantages: np.ndarray) -> np.ndarray:
+        """float64 [R]: this rank's rows of one value per sample [N], on their action tokens."""
+        return np.where(self.action_mask, advantages[self.own][self.sample], 0.0)
+
+
+Estimate = np.ndarray | tuple[np.ndarray, np.ndarray]
+Estimator = Callable[[CreditBatch, Any], Estimate]
+
+
+def grpo(batch: CreditBatch, settings: CreditSettings) -> np.ndarray:
+    """`grpo_advantages` of the rewards on every action token (outcome supervision). With step
+    scores (process supervision, arXiv:2402.03300, section 4.1.3) these are compared with all of
+    their group's, and a token gets the sum of those that end at it or later."""
+    std, eps = settings.group_std, settings.advantage_eps
+    if settings.rewards == "outcome":
+        advantages = grpo_advantages(batch.rewards, batch.group, batch.compared, std, eps)
+        return batch.on_tokens(advantages)
+    steps, row = batch.steps, batch.steps.row
+    relative = grpo_advantages(steps.value, batch.group[row], batch.compared[row], std, eps)
+    mine = Steps(steps.offsets, steps.token, relative).select(batch.own)
+    rewards = step_rewards(mine, batch.action_mask, batch.offsets)
+    return returns_to_go(rewards, batch.action_mask, batch.offsets, 1.0)
+
+
+def rloo(batch: CreditBatch, settings: CreditSettings) -> np.ndarray:
+    """`rloo_advantages` of the rewards, on every action token (arXiv:2402.14740)."""
+    _needs_outcome(settings)
+    return batch.on_tokens(rloo_advantages(batch.rewards, batch.group, batch.compared))
+
+
+def reinforce_baseline(batch: CreditBatch, settings: CreditSettings) -> np.ndarray:
+    """Reward minus the group's mean, on every action token, to be whitened over the iteration
+    (REINFORCE++-baseline, arXiv:2501.03262)."""
+    _needs_outcome(settings)
+    advantages = grpo_advantages(batch.rewards, batch.group, batch.compared, "none", 0.0)
+    return batch.on_tokens(advantages)
+
+
+def reinforce(batch: CreditBatch, settings: CreditSettings) -> np.ndarray:
+    """Discounted sum of the token rewards from each action on, to be whitened over the iteration
+    (REINFORCE++, arXiv:2501.03262)."""
+    return returns_to_go(batch.token_rewards, batch.action_mask, batch.offsets, settings.gamma)
+
+
+def gae_estimate(batch: CreditBatch, settings: CreditSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantages and returns R_t = A_t + V(s_t), 0 where a token is no action.
+
+    A response that was cut off goes on with the value at its last token's own position, or with
+    nothing (`gae.truncation: terminal`). Raises `ValueError` without the values this needs.
     """
-    total = np.asarray(total, dtype=np.float64)
-    ok = np.asarray(ok, dtype=bool)
-    group = np.asarray(group)
-    if not total.shape == group.shape == ok.shape:
-        raise ValueError(
-            f"rewards {total.shape}, groups {group.shape} and ok {ok.shape} must be one column each"
-        )
-    if not np.isfinite(total[ok]).all():
-        rows = np.flatnonzero(ok & ~np.isfinite(total)).tolist()
-        raise ValueError(f"rewards of rows {rows} count as scored but are not finite")
-    advantages = np.zeros(len(total))
-    if not ok.any():
-        return advantages
+    truncation = settings.gae.truncation
+    if truncation not in ("bootstrap", "terminal"):
+        raise ValueError(f"algorithm.gae.truncation is {truncation!r}; use bootstrap or terminal")
+    if batch.values is None or (truncation == "bootstrap" and batch.last_values is None):
+        raise ValueError("gae needs the critic's values, and those after the last token to go on")
+    following = np.zeros(len(batch.own))
+    if truncation == "bootstrap":
+        following = np.where(batch.terminated, 0.0, batch.last_values)
+    advantages = gae(
+        batch.token_rewards,
+        batch.values,
+        following,
+        batch.action_mask,
+        batch.offsets,
+        settings.gamma,
+        settings.gae.lam,
+    )
+    return advantages, np.where(batch.action_mask, advantages + batch.values, 0.0)
 
-    scored = total[ok]
-    _, member, sizes = np.unique(group[ok], return_inverse=True, return_counts=True)
-    # bincount adds in row order: the same bits whatever the number of ranks.
-    deviation = scored - (np.bincount(member, scored) / sizes)[member]
-    # A test on the values: the mean of equal floats can differ from them by an ulp, and such
-    # dust over a dusty std would be an advantage of order one.
-    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
-    np.minimum.at(low, member, scored)
-    np.maximum.at(high, member, scored)
-    deviation[(low == high)[member]] = 0.0
-    if normalize_std:
-        variance = np.bincount(member, deviation**2) / np.maximum(sizes - 1, 1)
-        deviation /= (np.sqrt(variance) + eps)[member]
-    advantages[ok] = deviation
-    return advantages
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_baseline": reinforce_baseline,
+    "gae": gae_estimate,
+}
+SUMS_TOKEN_REWARDS = ("reinforce", "gae")
+"""Estimators whose token rewards are kept beside the advantages."""
 
 
 def per_token(advantages: np.ndarray, response_lengths: np.ndarray) -> np.ndarray:
     """One value per sample [N] on each of its response tokens, float32 [R]: the one cast."""
     return np.repeat(np.asarray(advantages, dtype=np.float64), response_lengths).astype(np.float32)
+
+
+def _needs_outcome(settings: CreditSettings) -> None:
+    if settings.rewards != "outcome":
+        raise ValueError(
+            f"algorithm.rewards is {settings.rewards}: {settings.advantage} compares totals; use "
+            "grpo, reinforce or gae with step scores"
+        )

@@ -12,10 +12,16 @@ MOST_LOG_RATIO = 20.0
 def kl_estimate(kind: str, log_probs_A: Tensor, ref_log_probs_A: Tensor) -> Tensor:
     """[A], differentiable in `log_probs_A`; ℓ = log π_θ − log ref of the token.
 
-        k1  ℓ                     unbiased value, zero expected gradient
-        k2  ℓ² / 2                biased value, the expected gradient of KL(π ‖ ref)
-        k3  exp(−ℓ) + ℓ − 1       unbiased value, ≥ 0, expected gradient of KL(ref ‖ π)
-                                  (DeepSeekMath, arXiv:2402.03300, equation 4)
+        kind  per token              mean over tokens of π_θ    expected gradient on such tokens
+        k1    ℓ                      KL(π ‖ ref)                0: no pull at all
+        k2    ℓ² / 2                 above or below it          that of KL(π ‖ ref)
+        k3    exp(−ℓ) + ℓ − 1        KL(π ‖ ref), never < 0     that of KL(ref ‖ π)
+
+    (k3: DeepSeekMath, arXiv:2402.03300, equation 4.) Differentiating an estimate of the value is
+    not estimating the gradient: E[∇ℓ] is 0 whatever ref is. On two actions, π = (.5, .5),
+    ref = (.8, .2), where KL is 0.2231 with slope −0.3466, the three have means 0.2231, 0.2651,
+    0.2231 and slopes 0, −0.3466, −0.3. All this holds for tokens of π_θ itself, up to the first
+    update of an iteration; after it tokens are those of the policy that generated them.
 
     Added to a loss that is minimised, weighted like the surrogate. k1 and k2 are not clamped; in
     k3 ℓ is clamped from below at −20, where exp(−ℓ) would grow without bound: beyond that the

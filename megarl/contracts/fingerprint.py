@@ -2,8 +2,8 @@
 
     f(row) = Σ_j w(j) · b(j),   w(j) = log-prob bits | mask bit | response id,   wrapping
 
-in 64 bits, and the same over prompt ids, end reason and seed, with odd multipliers b drawn from
-(column, j). It guards against faults, not against an adversary. Clocks are in no fingerprint.
+in 64 bits, and the same over prompt ids, experts, end reason and seed, with odd multipliers b drawn
+from (column, j). It guards against faults, not against an adversary. Clocks are in no fingerprint.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def fingerprints(samples: Samples) -> np.ndarray:
     response = _row_sums(columns, samples.response_offsets, b"response")
     with np.errstate(over="ignore"):
         ends = samples.end_reason.astype(np.uint64) * _multipliers(b"end", 1)
+        if len(samples.experts):
+            ends += _row_sums([samples.experts], samples.experts_offsets, b"experts")
         seeds = samples.seed.astype(np.uint64) * _multipliers(b"seed", 1)
         return _mix(prompt + ends + seeds) ^ response
 

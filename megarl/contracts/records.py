@@ -8,7 +8,7 @@ Identities. `prompt_id` names the source row, `group_id = run/iteration/prompt_i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from megarl.contracts.ids import pair_keys
 from megarl.contracts.samples import Samples
+from megarl.contracts.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,14 @@ class Scores:
     components: dict[str, np.ndarray]  # float64 [N] each, NaN where the record has none
     seconds: np.ndarray  # float64 [N]
     scorer_version: str
+    steps: Steps | None = None
+    """Step scores of the N rows; None, where nobody gives any, becomes a `Steps` without any."""
+
+    def __post_init__(self) -> None:
+        if self.steps is None:
+            object.__setattr__(self, "steps", Steps.none(len(self.total)))
+        if len(self.steps) != len(self.total):
+            raise ValueError(f"step scores of {len(self.steps)} rows for {len(self.total)} totals")
 
     def __len__(self) -> int:
         return len(self.total)
@@ -154,6 +163,7 @@ class Scores:
             details=self.details,
             components={name: values[rows] for name, values in self.components.items()},
             scorer_version=self.scorer_version,
+            steps=self.steps.select(rows),
         )
 
     @staticmethod
@@ -183,6 +193,7 @@ class Scores:
             details=details,
             components={name: component(name) for name in names},
             scorer_version=next(iter(versions), ""),
+            steps=Steps.concat([part.steps for part in parts]),
         )
 
     @staticmethod
@@ -221,6 +232,7 @@ class Scores:
             },
             seconds=column_of(ordered, "seconds", np.float64),
             scorer_version=next(iter(versions), ""),
+            steps=Steps.from_pairs([record.step_rewards for record in ordered]),
         )
 
 
@@ -240,29 +252,35 @@ class Experience:
     scores: Scores
     old_log_probs: np.ndarray  # float32 [R], the actor's before any update of the iteration
     ref_log_probs: np.ndarray | None  # float32 [R], when a KL term needs them
-    values: np.ndarray | None  # float32 [R], the critic's
+    values: np.ndarray | None
+    """float32 [R], the critic's V(s_t), read where response token t is predicted."""
     producers: dict[str, str]
     """Role (`rollout`, `old`, `ref`, `critic`) → version id that made its column."""
     hash: str
     """Manifest hash over every rank's part; the same on every rank."""
+    last_values: np.ndarray | None = None
+    """float32 [n], the critic's value at each sample's last response token's own position: what
+    follows a response that was cut off."""
 
     def __post_init__(self) -> None:
         tokens = len(self.samples.response_ids)
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name.endswith("_log_probs") or item.name == "values":
-                if value is None:
-                    continue
-                if value.dtype != np.float32 or value.shape != (tokens,):
-                    raise ValueError(
-                        f"{item.name} is {value.dtype}{value.shape}, not float32({tokens},)"
-                    )
-                value.setflags(write=False)
+        sizes = {"old_log_probs": tokens, "ref_log_probs": tokens, "values": tokens}
+        for name, size in (sizes | {"last_values": len(self.samples)}).items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value.dtype != np.float32 or value.shape != (size,):
+                raise ValueError(f"{name} is {value.dtype}{value.shape}, not float32({size},)")
+            value.setflags(write=False)
         for name in ("draw_index", "candidate"):
             if not np.array_equal(getattr(self.samples, name), getattr(self.scores, name)):
                 raise ValueError(f"{name} of samples and scores differ: scores join by id")
         if self.ref_log_probs is not None and "ref" not in self.producers:
             raise ValueError(f"reference log-probs of an unnamed version: {self.producers}")
+        if self.values is not None and "critic" not in self.producers:
+            raise ValueError(f"values of an unnamed critic version: {self.producers}")
+        if self.values is None and self.last_values is not None:
+            raise ValueError("values after the last token, but none of the tokens")
         if self.producers.get("rollout") != self.producers.get("old"):
             raise ValueError(f"rollout and old log-probs of two versions: {self.producers}")
         if self.samples.version_id != self.producers.get("rollout"):
@@ -278,5 +296,9 @@ class Derived:
     experience_hash: str
     recipe_hash: str
     advantages: np.ndarray  # float32 [R]
-    shaped_rewards: np.ndarray | None = None  # float32 [R]
-    returns: np.ndarray | None = None  # float32 [R]
+    shaped_rewards: np.ndarray | None = None
+    """float32 [R], token rewards with the KL penalty, where the estimator sums token rewards."""
+    returns: np.ndarray | None = None
+    """float32 [R], what the critic learns; 0 where a token is no action."""
+    kl_beta: float = 0.0
+    """β of the iteration, adaptive or not; 0 without a reference."""

@@ -14,7 +14,7 @@ Example: two prompts, two candidates, responses of 3, 1, 2 and 2 tokens::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
@@ -87,16 +87,11 @@ class SamplingContract:
         Truncated or penalised sampling draws from another distribution than the one the trainer
         scores, so every importance ratio would carry the log of the kept mass.
         """
-        bad = {
-            "top_p": self.top_p != 1.0,
-            "top_k": self.top_k != -1,
-            "min_p": self.min_p != 0.0,
-            "frequency_penalty": self.frequency_penalty != 0.0,
-            "presence_penalty": self.presence_penalty != 0.0,
-            "repetition_penalty": self.repetition_penalty != 1.0,
-            "temperature": self.temperature <= 0.0,
-        }
-        named = [f"{key}={getattr(self, key)}" for key, is_bad in bad.items() if is_bad]
+        neutral = asdict(SamplingContract(1, 1.0, 1, (), 0, "", ""))
+        filters = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+        bad = [k for k in (*filters, "repetition_penalty") if getattr(self, k) != neutral[k]]
+        bad += ["temperature"] if self.temperature <= 0.0 else []
+        named = [f"{key}={getattr(self, key)}" for key in bad]
         if named:
             raise ValueError(
                 f"sampling with {', '.join(named)} cannot be trained on: the trainer scores the "
@@ -119,10 +114,12 @@ class Sample:
     seed: int
     started: float
     finished: float
+    experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
 
 
 _RAGGED = (
     (("prompt_ids",), "prompt_offsets"),
+    (("experts",), "experts_offsets"),
     (("response_ids", "action_mask", "rollout_log_probs"), "response_offsets"),
 )
 _FLAT = {name: offsets for names, offsets in _RAGGED for name in names}
@@ -139,6 +136,8 @@ _DTYPES = {
     "seed": np.int64,
     "started": np.float64,
     "finished": np.float64,
+    "experts": np.int16,
+    "experts_offsets": np.int64,
 }
 
 
@@ -166,8 +165,15 @@ class Samples:
     finished: np.ndarray  # float64 [N]
     version_id: str
     """The policy version that generated every row."""
+    experts: np.ndarray | None = None
+    """int16, of each row [tokens − 1, layers, k] flat: to which experts the generator sent each
+    token but the last, which it never read. None: told of no row."""
+    experts_offsets: np.ndarray | None = None  # int64 [N+1]
 
     def __post_init__(self) -> None:
+        if self.experts is None:
+            object.__setattr__(self, "experts", np.zeros(0, np.int16))
+            object.__setattr__(self, "experts_offsets", np.zeros(len(self.draw_index) + 1, int))
         for name, dtype in _DTYPES.items():
             array = getattr(self, name)
             if not _is_frozen(array, dtype):
@@ -182,10 +188,16 @@ class Samples:
                 raise ValueError(f"{name} has {len(getattr(self, name))} rows, expected {rows}")
         for name, offsets_name in _FLAT.items():
             offsets = getattr(self, offsets_name)
-            if len(offsets) != rows + 1 or offsets[0] != 0 or (np.diff(offsets) <= 0).any():
+            least = 0 if name == "experts" else 1
+            if len(offsets) != rows + 1 or offsets[0] != 0 or (np.diff(offsets) < least).any():
                 raise ValueError(f"{offsets_name} must rise from 0 over {rows} non-empty rows")
             if len(getattr(self, name)) != offsets[-1]:
                 raise ValueError(f"{name} has {len(getattr(self, name))} tokens, not {offsets[-1]}")
+        if len(self.experts):
+            told = np.diff(self.experts_offsets)
+            read = self.prompt_lengths + self.response_lengths - 1
+            if not told.all() or (told % read).any() or (told // read != told[0] // read[0]).any():
+                raise ValueError("experts must be as many for every token but the last of each row")
         if (self.draw_index < 0).any() or (self.candidate < 0).any():
             raise ValueError("draw indices and candidates must be ≥ 0")
         steps = np.diff(self.keys)
@@ -218,6 +230,7 @@ class Samples:
             end=END_OF_REASON[reason],
             end_reason=reason,
             seed=int(self.seed[row]),
+            experts=self.experts[slice(*self.experts_offsets[row : row + 2])],
             started=float(self.started[row]),
             finished=float(self.finished[row]),
         )
@@ -232,6 +245,10 @@ class Samples:
     @cached_property
     def response_lengths(self) -> np.ndarray:
         return np.diff(self.response_offsets)
+
+    @cached_property
+    def experts_lengths(self) -> np.ndarray:
+        return np.diff(self.experts_offsets)
 
     @cached_property
     def end(self) -> np.ndarray:

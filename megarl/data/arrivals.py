@@ -85,6 +85,8 @@ def _sample_results(arrival: Arrival) -> Results:
     }
     for name in ("response_ids", "action_mask", "rollout_log_probs"):
         columns[name] = Ragged(getattr(samples, name), samples.response_offsets)
+    if len(samples.experts):
+        columns["experts"] = Ragged(samples.experts, samples.experts_offsets)
     clocks = {"finished": samples.finished, "started": samples.started}
     return Results(arrival.origin, samples.keys, columns, clocks)
 

@@ -24,9 +24,11 @@ from megarl.contracts.samples import Samples
 from megarl.data.arrivals import Arrival, Scope, join_records, join_samples, rows_that_stay
 from megarl.data.join import (
     FEW,
+    Column,
     JoinCounts,
     Joined,
     JoinError,
+    Ragged,
     Results,
     contains,
     duplicate_counts,
@@ -235,7 +237,7 @@ def table_of(scope: Scope, leads: dict[int, Report]) -> SampleTable:
     return SampleTable(**columns, scores=scores, version_id=scope.version_id, joined=counts)
 
 
-def _score_columns(scores: Scores) -> dict[str, np.ndarray]:
+def _score_columns(scores: Scores) -> dict[str, Column]:
     """What two reward records of one sample must agree in; seconds are a clock's."""
     components = {f"component {name}": column for name, column in scores.components.items()}
     words = np.array(STATUSES, dtype=object), np.array(scores.details, dtype=object)
@@ -243,6 +245,8 @@ def _score_columns(scores: Scores) -> dict[str, np.ndarray]:
         "total": scores.total,
         "status": words[0][scores.status_code],
         "detail": words[1][scores.detail_code],
+        "step tokens": Ragged(scores.steps.token, scores.steps.offsets),
+        "step values": Ragged(scores.steps.value, scores.steps.offsets),
     }
     return columns | components
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megarl.algorithms.shaping import shaped_totals
 from megarl.contracts.samples import End
-from megarl.data.packing import Pack, ragged_index
+from megarl.data.packing import Pack, UpdatePlan, ragged_index
 from megarl.data.prepare import Prepared
 from megarl.data.table import SampleTable
 
@@ -25,26 +26,56 @@ class GroupRules(Protocol):
     def partial_groups(self) -> str: ...
     @property
     def zero_variance(self) -> str: ...
+    @property
+    def group_relative(self) -> bool: ...
+    @property
+    def needs_values(self) -> bool: ...
+    @property
+    def rewards(self) -> str: ...
+    @property
+    def overlong(self) -> OverlongRules: ...
 
 
-def check_packs(
-    found: Findings, prepared: Prepared, planned: Sequence[Sequence[np.ndarray]]
+class OverlongRules(Protocol):
+    """What becomes of long and cut off responses: the section `algorithm.overlong`."""
+
+    @property
+    def buffer_tokens(self) -> int: ...
+    @property
+    def penalty(self) -> float: ...
+    @property
+    def mask_truncated(self) -> bool: ...
+
+
+def check_packs(found: Findings, prepared: Prepared, plan: IterationPlan, dp_index: int) -> None:
+    """The packs of data-parallel part `dp_index`, the actor's and the critic's, hold its rows, each
+    once and as `plan` has them, token by token as sampled."""
+    _check_packs(found, "packs", prepared, prepared.packs, plan.update.local_packs(dp_index))
+    if prepared.critic_packs is not None:
+        # Where the critic has no packs of its own, it learns on the actor's.
+        planned = (plan.update if plan.critic is None else plan.critic).local_packs(dp_index)
+        _check_packs(found, "critic's packs", prepared, prepared.critic_packs, planned)
+
+
+def _check_packs(
+    found: Findings,
+    column: str,
+    prepared: Prepared,
+    held_packs: Sequence[Sequence[Pack]],
+    planned: Sequence[Sequence[np.ndarray]],
 ) -> None:
-    """This rank's packs hold its rows, each once and as planned, token by token as sampled.
-
-    `planned[minibatch][pack]` are rows of `prepared.samples`.
-    """
+    """`planned[minibatch][pack]` are rows of `prepared.samples`."""
     samples = prepared.samples
     times = np.zeros(len(samples), dtype=np.int64)
-    if [len(part) for part in prepared.packs] != [len(part) for part in planned]:
-        found.add("packs", ["this rank"], "not as many packs as the plan has")
+    if [len(part) for part in held_packs] != [len(part) for part in planned]:
+        found.add(column, ["this rank"], "not as many packs as the plan has")
         return
-    for number, (packs, rows_of) in enumerate(zip(prepared.packs, planned, strict=True)):
+    for number, (packs, rows_of) in enumerate(zip(held_packs, planned, strict=True)):
         for pack, rows in zip(packs, rows_of, strict=True):
             held = pack.rows.cpu().numpy()
             if not np.array_equal(held, rows):
                 found.rows(
-                    f"packs of minibatch {number}",
+                    f"{column} of minibatch {number}",
                     samples,
                     np.isin(np.arange(len(samples)), np.setxor1d(held, rows)),
                     "another pack than the plan gives it",
@@ -53,7 +84,7 @@ def check_packs(
             np.add.at(times, known, 1)
             if len(known) == len(held):
                 _check_pack(found, samples, pack.to("cpu"))
-    found.rows("packs", samples, times != 1, "it must be in exactly one pack")
+    found.rows(column, samples, times != 1, "it must be in exactly one pack")
 
 
 def _check_pack(found: Findings, samples: Samples, pack: Pack) -> None:
@@ -106,19 +137,22 @@ def _check_pack(found: Findings, samples: Samples, pack: Pack) -> None:
 
 
 def check_plan(
-    found: Findings, table: SampleTable, plan: IterationPlan, group_size: int, rules: GroupRules
+    found: Findings,
+    table: SampleTable,
+    plan: IterationPlan,
+    group_size: int,
+    longest: int,
+    rules: GroupRules,
 ) -> None:
-    """The global decision: every row that trains once, groups by their rule, totals as summed."""
-    times = np.zeros(len(table), dtype=np.int64)
-    owners = np.full(len(table), -1, dtype=np.int64)
-    for number, parts in enumerate(plan.update.packs):
-        here = np.zeros(len(table), dtype=bool)
-        for dp_index, packs in enumerate(parts):
-            for rows in packs:
-                np.add.at(times, rows, 1)
-                owners[rows], here[rows] = dp_index, True
-        here &= plan.trained
-        told, actions = plan.totals[number], table.actions[here]
+    """The global decision: every row that trains once, groups by their rule, totals as summed; the
+    critic's packs, where it has its own, hold the same rows in the same minibatches and parts.
+
+    `longest` is how many tokens a response may have.
+    """
+    times, owners, number_of = _places(len(table), plan.update)
+    for number in range(len(plan.update.packs)):
+        told = plan.totals[number]
+        actions = table.actions[(number_of == number) & plan.trained]
         for name, mine, wanted in (
             ("tokens", int(actions.sum()), told.tokens),
             ("sequences", int((actions > 0).sum()), told.sequences),
@@ -131,32 +165,77 @@ def check_plan(
     )
     found.rows("minibatch", table, times > 1, "in several minibatches or packs")
     found.rows("owner", table, owners != plan.update.owner, "packed by another part than its owner")
-    _check_groups(found, table, plan.trained, group_size, rules)
+    if plan.trained.any():  # else a probe is packed, and taught nothing
+        idle = (times > 0) & ~plan.trained
+        found.rows("packs", table, idle, "it is packed and does not train")
+    if plan.critic is not None:
+        theirs = _places(len(table), plan.critic)
+        bad = np.any([a != b for a, b in zip((times, owners, number_of), theirs, strict=True)], 0)
+        found.rows("critic's packs", table, bad, "not in the minibatch and part of the actor's")
+    shaping = (longest, rules.overlong.buffer_tokens, rules.overlong.penalty)
+    rewards = shaped_totals(table.scores.total, table.response_length, *shaping)
+    same = (plan.rewards == rewards) | (np.isnan(plan.rewards) & np.isnan(rewards))
+    found.rows("reward.total", table, ~same, "not its score and what its length costs")
+    _check_groups(found, table, plan, rewards, group_size, rules)
+
+
+def _places(rows: int, update: UpdatePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int64 [N] each: how many packs a row is in, on which part, in which minibatch (−1: none)."""
+    times = np.zeros(rows, dtype=np.int64)
+    owners, numbers = np.full(rows, -1, dtype=np.int64), np.full(rows, -1, dtype=np.int64)
+    for number, parts in enumerate(update.packs):
+        for dp_index, packs in enumerate(parts):
+            for held in packs:
+                np.add.at(times, held, 1)
+                owners[held], numbers[held] = dp_index, number
+    return times, owners, numbers
 
 
 def _check_groups(
-    found: Findings, table: SampleTable, trained: np.ndarray, group_size: int, rules: GroupRules
+    found: Findings,
+    table: SampleTable,
+    plan: IterationPlan,
+    rewards: np.ndarray,
+    group_size: int,
+    rules: GroupRules,
 ) -> None:
     """Of every group that trains: sound samples only, complete as declared, unequal as declared."""
+    trained = plan.trained
     ok = table.scores.ok & np.isfinite(table.scores.total)
-    sound = ok & (table.end != End.ABORTED) & ~table.invalid
-    found.rows("reward.total", table, trained & ~ok, "it trains without a score")
-    found.rows("end", table, trained & (table.end == End.ABORTED), "it trains, but was aborted")
-    found.rows("response_ids", table, trained & table.invalid, "it trains with an unknown id")
+    unscored = ~ok
+    if rules.rewards == "process":
+        unscored |= table.scores.steps.counts == 0
+        found.rows("reward.step", table, trained & ok & unscored, "it trains without step scores")
+    masked = (table.end == End.TRUNCATED) & rules.overlong.mask_truncated
+    sound = ~unscored & (table.end != End.ABORTED) & ~table.invalid
+    why = "it trains, but was cut off and algorithm.overlong.mask_truncated is on"
+    for field, bad, told in (
+        ("reward.total", ~ok, "it trains without a score"),
+        ("end", table.end == End.ABORTED, "it trains, but was aborted"),
+        ("end", masked, why),
+        ("response_ids", table.invalid, "it trains with an unknown id"),
+        ("compared", ~plan.compared, "it trains, but enters no statistics"),
+    ):
+        found.rows(field, table, trained & bad, told)
     _, member = np.unique(table.draw_index, return_inverse=True)
     groups = int(member.max()) + 1 if len(member) else 0
-    size, in_training = (np.bincount(member[kept], minlength=groups) for kept in (sound, trained))
-    needed = group_size if rules.partial_groups == "drop" else 2
-    wrong = (in_training > 0) & ((in_training < needed) | (in_training != size))
+    size, compared, able, in_training = (
+        np.bincount(member[rows], minlength=groups)
+        for rows in (sound, plan.compared, sound & ~masked, trained)
+    )
+    needed = group_size if rules.partial_groups == "drop" else 1 + rules.group_relative
+    wrong = (in_training > 0) & ((compared < needed) | (compared != size) | (in_training != able))
     rule = f"algorithm.partial_groups is {rules.partial_groups}, {needed} are needed"
     for group in np.flatnonzero(wrong)[:1]:
         rows = member == group
-        why = f"{in_training[group]} of {size[group]} sound samples of its group train; {rule}"
-        found.rows("group", table, rows & trained, why)
-    if rules.zero_variance == "drop":
+        why = f"{in_training[group]} of {size[group]} sound samples of its group train"
+        if masked.any():
+            why += f", {compared[group]} are compared"
+        found.rows("group", table, rows & trained, f"{why}; {rule}")
+    if rules.zero_variance == "drop" and rules.rewards == "outcome":
         low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
-        np.minimum.at(low, member[trained], table.scores.total[trained])
-        np.maximum.at(high, member[trained], table.scores.total[trained])
-        equal = (low == high)[member] & trained
+        np.minimum.at(low, member[plan.compared], rewards[plan.compared])
+        np.maximum.at(high, member[plan.compared], rewards[plan.compared])
+        equal = ((low == high) & (compared > 1))[member] & trained
         why = "its group's rewards are all equal and algorithm.zero_variance is drop"
         found.rows("reward.total", table, equal, why)

@@ -155,6 +155,22 @@ def check_log_probs(found: Findings, prepared: Prepared, trained: np.ndarray) ->
         found.tokens(name, samples, bad, "a log-prob must be a finite number ≤ 0")
 
 
+def check_values(found: Findings, prepared: Prepared, trained: np.ndarray, needed: bool) -> None:
+    """The critic's values, where there is a critic: finite on every row that trains."""
+    samples = prepared.samples
+    everyone = np.ones(len(samples), dtype=bool)
+    if (prepared.values is not None) != needed:
+        why = "none there, the critic learns from them" if needed else "there is no critic"
+        found.rows("values", samples, everyone, why)
+    if prepared.values is not None:
+        counted = np.repeat(trained, samples.response_lengths)
+        bad = counted & ~np.isfinite(prepared.values)
+        found.tokens("values", samples, bad, "a value must be a finite number")
+    if prepared.last_values is not None:
+        bad = trained & ~np.isfinite(prepared.last_values)
+        found.rows("last_values", samples, bad, "a value must be a finite number")
+
+
 def _log_prob_columns(prepared: Prepared) -> tuple[tuple[str, np.ndarray | None], ...]:
     return (
         ("rollout_log_probs", prepared.samples.rollout_log_probs),
@@ -191,9 +207,15 @@ def check_shapes(found: Findings, prepared: Prepared, scores: Scores) -> bool:
         if len(getattr(samples, name)) != ends[-1]:
             why = f"{len(getattr(samples, name))} values for {ends[-1]} tokens"
             found.rows(name, samples, everyone, why)
-    for name, column in _log_prob_columns(prepared):
+    for name, column in (*_log_prob_columns(prepared), ("values", prepared.values)):
         if column is not None:
             is_column(found, name, column, samples)
+    last = prepared.last_values
+    if (last is None) != (prepared.values is None):
+        found.rows("last_values", samples, everyone, "values and last_values are not both there")
+    if last is not None and (last.dtype != np.float32 or last.shape != (rows,)):
+        why = f"{last.dtype}{list(last.shape)}, float32[{rows}] is needed"
+        found.rows("last_values", samples, everyone, why)
     pairs = [pair_keys(part.draw_index, part.candidate) for part in (samples, scores)]
     if not np.array_equal(*pairs):
         found.keys("reward.total", np.setxor1d(*pairs), "rewards and samples are of other ids")

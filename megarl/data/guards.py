@@ -29,6 +29,7 @@ from megarl.data.guard_samples import (
     check_log_probs,
     check_masks,
     check_shapes,
+    check_values,
     is_column,
 )
 from megarl.data.prepare import Prepared
@@ -48,7 +49,7 @@ class GuardError(RuntimeError):
 
 
 class Stepped(Protocol):
-    """The actor, as far as guards ask it."""
+    """The actor or the critic, as far as guards ask it."""
 
     @property
     def optimizer_step(self) -> int: ...
@@ -80,11 +81,14 @@ class Guard:
     """The actor's: it generated, and old log-probs are its own."""
     reference: PolicyVersion | None
     """The KL term's; None where the recipe has none."""
+    critic: Stepped | None
+    critic_version: PolicyVersion | None
+    """The critic's, whose values are sealed; both are None where the recipe has none."""
     sampling: SamplingContract
     known_ids: np.ndarray  # bool [vocabulary], ids that the tokenizer knows
     recipe_hash: str
     algorithm: GroupRules
-    """Its rules of groups."""
+    """Its rules of groups and rewards."""
 
     @staticmethod
     def of(run: Run, iteration: int, prompts: Sequence[Prompt], recipe: Any) -> Guard:
@@ -96,7 +100,9 @@ class Guard:
             identities=Identities(run.recipe.run.name, iteration, names),
             prompt_ids=tuple(prompt.token_ids for prompt in prompts),
             version=run.version,
-            reference=run.reference_version if recipe.algorithm.kl.beta else None,
+            reference=run.reference_version if recipe.algorithm.needs_reference else None,
+            critic=run.critic,
+            critic_version=None if run.critic is None else run.critic_version,
             sampling=run.sampling,
             known_ids=run.tokens.known_ids,
             recipe_hash=run.recipe.hash,
@@ -113,19 +119,21 @@ class Guard:
     ) -> None:
         """Before sealing. Collective; raises `GuardError` on every rank or on none.
 
-        `producers` says which version made which log-probs, `prepared` and `scores` are this
-        rank's, `table` and `plan` all ranks'.
+        `producers` says which version made which log-probs and values, `prepared` and `scores` are
+        this rank's, `table` and `plan` all ranks'.
         """
         found = Findings(self.identities)
         self._versions(found, producers, prepared.samples.version_id, table)
-        check_plan(found, table, plan, self.sampling.n, self.algorithm)
+        limits = (self.sampling.n, self.sampling.max_response_tokens)
+        check_plan(found, table, plan, *limits, self.algorithm)
         if check_shapes(found, prepared, scores):
             trained = _own_rows(found, self.world, prepared.samples, table, plan)
             check_ids(found, prepared.samples, trained, self.known_ids, self.prompt_ids)
             check_masks(found, prepared.samples)
             check_ends(found, prepared.samples, self.sampling)
             check_log_probs(found, prepared, trained)
-            check_packs(found, prepared, plan.update.local_packs(self.world.dp_index))
+            check_values(found, prepared, trained, self.critic is not None)
+            check_packs(found, prepared, plan, self.world.dp_index)
         _raise(self.world, found, "facts")
 
     def check_derived(self, sealed: ToLearn, derived: Derived) -> None:
@@ -134,7 +142,7 @@ class Guard:
         found = Findings(self.identities)
         made_by = experience.samples.version_id
         self._versions(found, experience.producers, made_by, sealed.table)
-        _check_derived(found, self.recipe_hash, sealed, derived)
+        _check_derived(found, self.recipe_hash, sealed, derived, self.algorithm)
         _raise(self.world, found, "advantages")
 
     def _versions(
@@ -145,20 +153,29 @@ class Guard:
         table: SampleTable,
     ) -> None:
         everyone = np.ones(len(table), dtype=bool)
-        wanted = {"rollout": self.version, "old": self.version, "ref": self.reference}
-        for role, version in wanted.items():
+        wanted = {
+            "rollout_log_probs": ("rollout", self.version),
+            "old_log_probs": ("old", self.version),
+            "ref_log_probs": ("ref", self.reference),
+            "values": ("critic", self.critic_version),
+        }
+        for column, (role, version) in wanted.items():
             made_by = producers.get(role)
             if made_by != (None if version is None else version.id):
                 by = f"made by version {made_by}" if made_by else "made by nobody"
                 expects = f"expects those of {version}" if version else "expects none"
                 why = f"{by}, the update from {self.version} {expects}"
-                found.rows(f"{role}_log_probs", table, everyone, why)
+                found.rows(column, table, everyone, why)
         for made_by in sorted({version_id, table.version_id} - {self.version.id}):
             why = f"sampled by {made_by}, the generator had to hold {self.version}"
             found.rows("version_id", table, everyone, why)
-        if self.actor.optimizer_step != self.version.optimizer_step:
-            why = f"taken after optimizer step {self.actor.optimizer_step}, not by {self.version}"
-            found.rows("old_log_probs", table, everyone, why)
+        for column, model, version in (
+            ("old_log_probs", self.actor, self.version),
+            ("values", self.critic, self.critic_version),
+        ):
+            if model is not None and model.optimizer_step != version.optimizer_step:
+                why = f"taken after optimizer step {model.optimizer_step}, not by {version}"
+                found.rows(column, table, everyone, why)
 
 
 def check_sealed(
@@ -172,21 +189,25 @@ def check_sealed(
     """Before an update from experience that was sealed earlier. Collective; as `Guard`'s checks.
 
     The versions, prompts and ends that were sealed stand; what is looked at is what was made of
-    them here: rows, packs, groups by the rules of `recipe`, totals, log-probs and advantages.
+    them here: rows, packs, groups by the rules of `recipe`, totals, log-probs, values, advantages.
     """
     found = Findings(identities)
     prepared, table, plan = sealed.prepared, sealed.table, sealed.plan
-    check_plan(found, table, plan, recipe.rollout.group_size, recipe.algorithm)
+    limits = (recipe.rollout.group_size, recipe.rollout.max_response_tokens)
+    check_plan(found, table, plan, *limits, recipe.algorithm)
     if check_shapes(found, prepared, sealed.experience.scores):
         trained = _own_rows(found, world, prepared.samples, table, plan)
         check_masks(found, prepared.samples)
         check_log_probs(found, prepared, trained)
-        check_packs(found, prepared, plan.update.local_packs(world.dp_index))
-    _check_derived(found, recipe_hash, sealed, derived)
+        check_values(found, prepared, trained, recipe.algorithm.needs_values)
+        check_packs(found, prepared, plan, world.dp_index)
+    _check_derived(found, recipe_hash, sealed, derived, recipe.algorithm)
     _raise(world, found, "sealed experience")
 
 
-def _check_derived(found: Findings, recipe_hash: str, sealed: ToLearn, derived: Derived) -> None:
+def _check_derived(
+    found: Findings, recipe_hash: str, sealed: ToLearn, derived: Derived, rules: GroupRules
+) -> None:
     experience, samples = sealed.experience, sealed.experience.samples
     for name, mine, wanted in (
         ("experience_hash", derived.experience_hash, experience.hash),
@@ -194,6 +215,10 @@ def _check_derived(found: Findings, recipe_hash: str, sealed: ToLearn, derived: 
     ):
         if mine != wanted:
             found.add(name, ["the advantages"], f"{mine}, this update needs {wanted}")
+    if not (np.isfinite(derived.kl_beta) and derived.kl_beta >= 0):
+        found.add("kl_beta", ["the advantages"], f"{derived.kl_beta} is no number of 0 or more")
+    if rules.needs_values and derived.returns is None:
+        found.add("returns", ["the advantages"], "none there, the critic learns them")
     if samples is not sealed.prepared.samples:
         found.add("samples", ["the sealed experience"], "not those of the packs")
         return

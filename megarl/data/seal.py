@@ -10,7 +10,7 @@ from megarl.contracts.records import Experience, Scores
 from megarl.data.prepare import Prepared
 from megarl.experience.columns import CLOCK_COLUMNS
 from megarl.experience.drawn import DrawnFacts
-from megarl.experience.parts import SAMPLE_COLUMNS
+from megarl.experience.parts import EXPERTS_COLUMNS, SAMPLE_COLUMNS
 from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.world import Disagreement, World
 
@@ -18,12 +18,20 @@ _FACTS = tuple(name for name in SAMPLE_COLUMNS if name not in CLOCK_COLUMNS)
 
 
 def facts_hash(scores: Scores, prepared: Prepared) -> str:
-    """Hash of one rank's facts: every sample column but the clock's, rewards and log-probs."""
+    """Hash of one rank's facts: every sample column but the clock's, rewards with those of steps,
+    log-probs and the critic's values."""
     samples = prepared.samples
-    chunks = [getattr(samples, name).tobytes() for name in _FACTS]
+    chunks = [getattr(samples, name).tobytes() for name in (*_FACTS, *EXPERTS_COLUMNS)]
     chunks += [scores.total.tobytes(), scores.status_code.tobytes()]
     chunks += [scores.components[name].tobytes() for name in sorted(scores.components)]
-    for name, column in (("old", prepared.old_log_probs), ("ref", prepared.ref_log_probs)):
+    steps = scores.steps
+    chunks += [steps.offsets.tobytes(), steps.token.tobytes(), steps.value.tobytes()]
+    for name, column in (
+        ("old", prepared.old_log_probs),
+        ("ref", prepared.ref_log_probs),
+        ("values", prepared.values),
+        ("last_values", prepared.last_values),
+    ):
         chunks.append(name.encode() + (b"-" if column is None else column.tobytes()))
     return bytes_hash(chunks)
 
@@ -60,7 +68,8 @@ def seal(
         scores=scores,
         old_log_probs=prepared.old_log_probs,
         ref_log_probs=prepared.ref_log_probs,
-        values=None,
+        values=prepared.values,
+        last_values=prepared.last_values,
         producers=dict(header.producers),
         hash=store.seal(header, prepared, drawn),
     )

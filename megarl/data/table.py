@@ -36,6 +36,18 @@ class SampleTable:
     joined: JoinCounts = JoinCounts()
     """What came again or late while the table was gathered."""
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a step score beyond its response, alike wherever the table is."""
+        steps = self.scores.steps
+        beyond = np.flatnonzero(steps.token >= self.response_length[steps.row])
+        if len(beyond):
+            row = steps.row[beyond[0]]
+            raise ValueError(
+                f"a step score at token {steps.token[beyond[0]]} of sample "
+                f"{name_pairs(self.keys[[row]])}, whose response has "
+                f"{self.response_length[row]} tokens"
+            )
+
     def __len__(self) -> int:
         return len(self.draw_index)
 

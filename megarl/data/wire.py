@@ -20,7 +20,7 @@ _PER_ROW = {
     "started": np.float64,
     "finished": np.float64,
 }
-_LENGTHS = {"prompt_lengths": np.int64, "response_lengths": np.int64}
+_LENGTHS = {"prompt_lengths": np.int64, "response_lengths": np.int64, "experts_lengths": np.int64}
 _PER_PROMPT_TOKEN = {"prompt_ids": np.int32}
 _PER_RESPONSE_TOKEN = {
     "response_ids": np.int32,
@@ -28,8 +28,10 @@ _PER_RESPONSE_TOKEN = {
     "rollout_log_probs": np.float32,
 }
 
-Sizes = tuple[int, int, int]
-"""Rows, prompt tokens, response tokens."""
+_PER_EXPERT = {"experts": np.int16}
+
+Sizes = tuple[int, int, int, int]
+"""Rows, prompt tokens, response tokens, experts of tokens."""
 
 
 def send_to_owners(world: World, samples: Samples, owner: np.ndarray) -> list[Samples]:
@@ -84,16 +86,18 @@ def _exchange_bytes(
 
 def _sizes(samples: Samples, start: int, stop: int) -> Sizes:
     prompts, responses = samples.prompt_offsets, samples.response_offsets
+    experts = samples.experts_offsets
     return (
         stop - start,
         int(prompts[stop] - prompts[start]),
         int(responses[stop] - responses[start]),
+        int(experts[stop] - experts[start]),
     )
 
 
 def _columns(sizes: Sizes) -> Iterator[tuple[str, type, int]]:
     """(name, dtype, elements) of each column in the byte form of so many rows and tokens."""
-    kinds = (_PER_ROW | _LENGTHS, _PER_PROMPT_TOKEN, _PER_RESPONSE_TOKEN)
+    kinds = (_PER_ROW | _LENGTHS, _PER_PROMPT_TOKEN, _PER_RESPONSE_TOKEN, _PER_EXPERT)
     for kind, elements in zip(kinds, sizes, strict=True):
         for name, dtype in kind.items():
             yield name, dtype, elements
@@ -109,8 +113,9 @@ def _pieces(samples: Samples, start: int, stop: int) -> Iterator[np.ndarray]:
         **dict.fromkeys(_PER_ROW | _LENGTHS, slice(start, stop)),
         **dict.fromkeys(_PER_PROMPT_TOKEN, slice(*samples.prompt_offsets[[start, stop]])),
         **dict.fromkeys(_PER_RESPONSE_TOKEN, slice(*samples.response_offsets[[start, stop]])),
+        **dict.fromkeys(_PER_EXPERT, slice(*samples.experts_offsets[[start, stop]])),
     }
-    for name, dtype, _ in _columns((0, 0, 0)):
+    for name, dtype, _ in _columns((0, 0, 0, 0)):
         yield getattr(samples, name)[rows[name]].astype(dtype, copy=False).view(np.uint8)
 
 
@@ -123,7 +128,7 @@ def _from_bytes(data: np.ndarray, sizes: Sizes, version_id: str) -> Samples:
         start += column.nbytes
         column.setflags(write=False)
         columns[name] = column
-    for kind in ("prompt", "response"):
+    for kind in ("prompt", "response", "experts"):
         lengths = columns.pop(f"{kind}_lengths")
         columns[f"{kind}_offsets"] = np.concatenate([[0], np.cumsum(lengths)])
     return Samples(**columns, version_id=version_id)

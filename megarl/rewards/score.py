@@ -7,7 +7,8 @@ lead to is the recipe's `reward.on_status`: `drop` keeps the status for group se
 scores once more and then drops, `penalty` gives the declared total, `stop` raises.
 
 The total is the weighted sum of the components, unless one is below its scorer's `at_least`: then
-it is `reward.violated`. The components stay what the scorers said.
+it is `reward.violated`. The components stay what the scorers said. Step scores are each scorer's,
+times its weight, in the order of their tokens; a violated constraint does not change them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from megarl.rewards.scorer import Response, ScorerError, component_name
 from megarl.rewards.worker import Setup, Verdict
 from megarl.rewards.workers import Died, Job, Outcome, TimedOut, WorkerPool
 
+StepScores = tuple[tuple[int, float], ...]
+"""(response token index, score) of each step."""
 Key = tuple[int, int]
 """(draw index, candidate)."""
 
@@ -155,9 +158,11 @@ class ScoringPool:
     def _record(self, key: Key, job: Job) -> RewardRecord:
         status, detail = _status_of(job.outcome)
         components: dict[str, float] = {}
+        steps: StepScores = ()
         total = None
         if status is RewardStatus.OK:
             components = job.outcome.components
+            steps = self._steps(job.outcome.steps)
             total, violation = self._total(components)
             detail = "; ".join(told for told in (detail, violation) if told)
         else:
@@ -179,7 +184,18 @@ class ScoringPool:
             status=status,
             detail=detail,
             seconds=job.outcome.seconds,
+            step_rewards=steps,
         )
+
+    def _steps(self, said: dict[str, StepScores]) -> StepScores:
+        """All scorers' step scores, weighted; of one token's the earlier scorer's comes first."""
+        weighted = [
+            (index, score * weight)
+            for name, weight in self._weights.items()
+            if weight  # as in the total, a scorer of weight 0 is not counted
+            for index, score in said.get(name, ())
+        ]
+        return tuple(sorted(weighted, key=lambda step: step[0]))
 
     def _total(self, components: dict[str, float]) -> tuple[float, str]:
         """The reward, and which constraints are violated (empty: none)."""

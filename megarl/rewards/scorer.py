@@ -14,7 +14,7 @@ import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,6 +57,9 @@ class RewardParts:
 
     total: float
     detail: str = ""
+    steps: tuple[tuple[int, float], ...] = ()
+    """Process rewards: (response token index at which the step ends, its score), an index into
+    `Response.token_ids`. They are trained on where `algorithm.rewards` is `process`."""
 
 
 Scorer = Callable[[Response], RewardParts | float]
@@ -108,14 +111,33 @@ def component_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def parts_of(value: Any) -> RewardParts:
-    """Raises `TypeError` or `ValueError` for an answer that is no finite number."""
+def parts_of(value: Any, tokens: int) -> RewardParts:
+    """A scorer's answer on a response of so many tokens.
+
+    Raises `TypeError` or `ValueError` for an answer, or a step's score, that is no finite number,
+    and for a step that ends outside the response.
+    """
     parts = value if isinstance(value, RewardParts) else RewardParts(value)
-    if not isinstance(parts.total, numbers.Real):
-        raise TypeError(f"returned {parts.total!r}, not a number")
-    if not math.isfinite(parts.total):
-        raise ValueError(f"returned {float(parts.total)}, not a finite number")
-    return RewardParts(float(parts.total), str(parts.detail))
+    total = _finite(parts.total, "")
+    steps = []
+    for step in parts.steps:
+        if not isinstance(step, Sequence) or len(step) != 2:
+            raise TypeError(f"returned the step {step!r}, not (token index, score)")
+        index, score = step
+        if not isinstance(index, numbers.Integral):
+            raise TypeError(f"returned a step at token {index!r}, which is no index")
+        if not 0 <= index < tokens:
+            raise ValueError(f"returned a step at token {index} of a response of {tokens} tokens")
+        steps.append((int(index), _finite(score, f" for the step at token {index}")))
+    return RewardParts(total, str(parts.detail), tuple(steps))
+
+
+def _finite(value: Any, where: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"returned {value!r}{where}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"returned {float(value)}{where}, not a finite number")
+    return float(value)
 
 
 def _check_options(

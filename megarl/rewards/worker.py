@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,6 +63,8 @@ class Verdict:
     detail: str
     error: str | None
     seconds: float
+    steps: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """Scorer → its step scores, of those that gave any."""
 
 
 def write_frame(stream: BinaryIO, value: Any) -> None:
@@ -88,18 +90,21 @@ def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
     started = time.perf_counter()
     components: dict[str, float] = {}
     details: list[str] = []
+    steps: dict[str, tuple[tuple[int, float], ...]] = {}
     for name, scorer in scorers:
         try:
-            parts = parts_of(scorer(response))
+            parts = parts_of(scorer(response), len(response.token_ids))
         # The pool's boundary, in a process for foreign code alone: whatever it raises, its
         # `sys.exit()` and KeyboardInterrupt too, is a status.
         except BaseException as error:
             seconds = time.perf_counter() - started
             return Verdict({}, "", f"{name}: {_describe(error)}", seconds)
         components[name] = parts.total
+        if parts.steps:
+            steps[name] = parts.steps
         if parts.detail and parts.detail not in details:
             details.append(parts.detail)
-    return Verdict(components, "; ".join(details), None, time.perf_counter() - started)
+    return Verdict(components, "; ".join(details), None, time.perf_counter() - started, steps)
 
 
 def _describe(error: BaseException) -> str:

@@ -7,13 +7,14 @@ ledger over it is `account.py`.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from megarl.algorithms.reduction import Totals
-from megarl.data.packing import UpdatePlan, plan_update
+from megarl.algorithms.shaping import shaped_totals
+from megarl.data.packing import UpdatePlan, plan_own_packs, plan_update
 from megarl.data.table import SampleTable
 from megarl.rollout.account import Drawn, LedgerError, ledger
 from megarl.rollout.selection import (
@@ -37,6 +38,7 @@ __all__ = [
     "Verdict",
     "ledger",
     "plan_iteration",
+    "select",
     "select_groups",
     "split_minibatches",
 ]
@@ -48,28 +50,73 @@ class PlanRecipe(Protocol):
     algorithm: Any
     rollout: Any
     actor: Any
+    critic: Any
 
 
-def split_minibatches(selection: Selection, minibatches: int) -> list[np.ndarray]:
-    """Rows of each minibatch, int64 ascending; together the kept rows, groups kept whole.
+def select(
+    table: SampleTable,
+    recipe: PlanRecipe,
+    *,
+    prompts: int | None = None,
+    invalid: np.ndarray | None = None,
+    target: int | None = None,
+) -> tuple[Selection, np.ndarray]:
+    """`select_groups` by the recipe's rules, and float64 [N] the totals they were applied to."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    rewards = shaped_totals(
+        table.scores.total,
+        table.response_length,
+        rollout.max_response_tokens,
+        algorithm.overlong.buffer_tokens,
+        algorithm.overlong.penalty,
+    )
+    selection = select_groups(
+        replace(table.scores, total=rewards),
+        table.end,
+        rollout.group_size,
+        algorithm.zero_variance,
+        algorithm.partial_groups,
+        prompts=prompts,
+        invalid=invalid,
+        target=target,
+        group_relative=algorithm.group_relative,
+        process=algorithm.rewards == "process",
+        mask_truncated=algorithm.overlong.mask_truncated,
+    )
+    return selection, rewards
 
-    Group counts differ by at most one, sample counts by at most the largest group: groups are
-    dealt round by round, the largest first, in each round to the lightest minibatch that has none
-    of the round yet; the earlier draw and the lower minibatch win ties. With fewer groups than
-    minibatches the last ones are empty (they take no step and are counted).
+
+def split_minibatches(
+    selection: Selection, minibatches: int, groups: str = "whole"
+) -> list[np.ndarray]:
+    """Rows of each minibatch, int64 ascending; together the kept rows.
+
+    `whole`: groups stay together. Group counts differ by at most one, sample counts by at most the
+    largest group: groups are dealt round by round, the largest first, in each round to the lightest
+    minibatch that has none of the round yet; the earlier draw and the lower minibatch win ties.
+    With fewer groups than minibatches the last ones are empty (they take no step and are counted).
+
+    `split`: samples are dealt in turn, in canonical order, so siblings go to different minibatches
+    and sample counts differ by at most one.
+
+    Raises `ValueError` for another kind.
     """
-    rows = np.flatnonzero(selection.kept)
-    groups, member, sizes = np.unique(
+    rows = np.flatnonzero(selection.kept).astype(np.int64)
+    if groups == "split":
+        return [rows[index::minibatches] for index in range(minibatches)]
+    if groups != "whole":
+        raise ValueError(f"algorithm.minibatch_groups is {groups!r}; use whole or split")
+    names, member, sizes = np.unique(
         selection.draw_index[rows], return_inverse=True, return_counts=True
     )
     heap = [(0, 0, index) for index in range(minibatches)]  # groups, samples, minibatch
-    home = np.zeros(len(groups), dtype=np.int64)
-    for at in np.lexsort((groups, -sizes)).tolist():
+    home = np.zeros(len(names), dtype=np.int64)
+    for at in np.lexsort((names, -sizes)).tolist():
         dealt, samples, index = heap[0]
         home[at] = index
         heapq.heapreplace(heap, (dealt + 1, samples + int(sizes[at]), index))
     owner = home[member]
-    return [rows[owner == index].astype(np.int64) for index in range(minibatches)]
+    return [rows[owner == index] for index in range(minibatches)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +130,14 @@ class IterationPlan:
     account: dict
     """The ledger, see `account.py`."""
     trained: np.ndarray
-    """bool [N], rows that enter statistics and updates. `update` also packs a probe when there are
+    """bool [N], rows that enter updates. `update` also packs a probe when there are
     none: sound rows whose log-probs are compared with the generator's and have no weight."""
+    compared: np.ndarray
+    """bool [N], rows that enter a group's statistics: the trained, and masked cut off ones."""
+    rewards: np.ndarray
+    """float64 [N], outcome totals after overlong shaping; NaN where a row is not scored."""
+    critic: UpdatePlan | None = None
+    """The critic's own packs of the same minibatches and owners; None: it takes the actor's."""
 
     @property
     def minibatch(self) -> np.ndarray:
@@ -105,29 +158,28 @@ def plan_iteration(
     invalid: np.ndarray | None = None,
     drawn: Drawn | None = None,
     even_length: int | None = None,
+    critic_even_length: int | None = None,
 ) -> IterationPlan:
     """Every decision of the iteration's update; pure, so the same on every rank.
 
+    Every epoch over the iteration takes the same minibatches and packs, in the same order.
     `prompts` and `invalid` as in `select_groups`; `prompts` defaults to the recipe's number.
     `drawn`, for the ledger, says more of how the samples came about, `prompts` then too.
-    `even_length` is the model's, as in `plan_packs`.
+    `even_length` is the model's, as in `plan_packs`, `critic_even_length` the critic's.
     Raises `LedgerError` when an account does not close, and as the functions it calls.
     """
     algorithm, rollout = recipe.algorithm, recipe.rollout
     target = rollout.prompts_per_iteration
     if drawn is not None:
         prompts = len(drawn.sources)
-    selection = select_groups(
-        table.scores,
-        table.end,
-        rollout.group_size,
-        algorithm.zero_variance,
-        algorithm.partial_groups,
+    selection, rewards = select(
+        table,
+        recipe,
         prompts=target if prompts is None else prompts,
         invalid=invalid,
         target=target,
     )
-    minibatches = split_minibatches(selection, algorithm.minibatches)
+    minibatches = split_minibatches(selection, algorithm.minibatches, algorithm.minibatch_groups)
     packed = minibatches if selection.kept.any() else _probe(selection, algorithm.minibatches)
     update = plan_update(
         table.lengths,
@@ -147,7 +199,25 @@ def plan_iteration(
     account = ledger(selection, trained)
     if drawn is not None:
         account |= drawn.account(selection, table.response_length, rollout.max_response_tokens)
-    return IterationPlan(selection, update, totals, account, trained)
+    return IterationPlan(
+        selection,
+        update,
+        totals,
+        account,
+        trained,
+        selection.compared,
+        rewards,
+        _critic_packs(update, table, recipe, critic_even_length),
+    )
+
+
+def _critic_packs(
+    update: UpdatePlan, table: SampleTable, recipe: PlanRecipe, even_length: int | None
+) -> UpdatePlan | None:
+    if not recipe.algorithm.needs_values or recipe.critic.tokens_per_micro_batch is None:
+        return None
+    budget = recipe.critic.tokens_per_micro_batch
+    return plan_own_packs(update, table.lengths, budget, even_length)
 
 
 def _probe(selection: Selection, minibatches: int) -> list[np.ndarray]:

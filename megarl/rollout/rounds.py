@@ -22,9 +22,8 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.score import Failures
 from megarl.rollout.account import Drawn
 from megarl.rollout.collect import Grading, check_failures, count_losses
-from megarl.rollout.groups import IterationPlan
+from megarl.rollout.groups import IterationPlan, select
 from megarl.rollout.requests import Loss
-from megarl.rollout.selection import select_groups
 from megarl.world import World
 
 
@@ -118,18 +117,9 @@ class Rounds:
 
         Raises `ExchangeError` on every rank when samples and rewards do not join.
         """
-        algorithm = self.recipe.algorithm
         self._records.append(self._gradings[-1].collect())
         table = gather_table(self.world, self._samples[-1], self._records[-1])
-        selection = select_groups(
-            table.scores,
-            table.end,
-            self.recipe.rollout.group_size,
-            algorithm.zero_variance,
-            algorithm.partial_groups,
-            prompts=self._draws[-1],
-            invalid=table.invalid,
-        )
+        selection, _ = select(table, self.recipe, prompts=self._draws[-1], invalid=table.invalid)
         self.informative += selection.counts["groups_informative"]
 
     def finish(self) -> Sampled:

@@ -1,4 +1,7 @@
-"""KL estimators per token: values, expected values and gradients, extremes."""
+"""KL estimators per token: values, expected values and gradients, extremes.
+
+Not covered here: KL in the loss (test_objectives.py), its gradient there (test_gradients.py).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,31 @@ def test_values_are_the_formulas(kind, formula) -> None:
     got = kl_estimate(kind, log_probs, torch.full_like(log_probs, -20.0))
     for value, ratio in zip(got.tolist(), ratios, strict=True):
         assert value == pytest.approx(formula(ratio), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_values_and_gradients_are_of_the_kl_that_the_docstring_names(seed) -> None:
+    """Over five actions, all of them enumerated; the exact divergences are differentiated."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
+    ref = torch.randn(5, dtype=torch.float64, generator=generator).log_softmax(-1)
+
+    def slope(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits)[0]
+
+    log_probs = logits.log_softmax(-1)
+    forward = (log_probs.exp() * (log_probs - ref)).sum()
+    toward_ref = slope(forward)
+    expected = {
+        "k1": (forward, torch.zeros(5, dtype=torch.float64)),
+        "k2": (None, toward_ref),
+        "k3": (forward, slope((ref.exp() * (ref - logits.log_softmax(-1))).sum())),
+    }
+    for kind, (value, gradient) in expected.items():
+        log_probs = logits.log_softmax(-1)
+        mean = (log_probs.exp().detach() * kl_estimate(kind, log_probs, ref)).sum()
+        torch.testing.assert_close(slope(mean), gradient, rtol=1e-10, atol=1e-12)
+        assert value is None or mean.item() == pytest.approx(value.item(), rel=1e-10)
 
 
 def test_k3_keeps_small_ratios_in_fp32() -> None:

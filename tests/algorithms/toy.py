@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.importance import importance_weights
+from megarl.algorithms.objectives import PolicyTokens, actor_loss, policy_term
 from megarl.data.packing import MicroBatch, Pack
 
 VOCABULARY = 7
@@ -21,12 +23,46 @@ class Kl:
 
 
 @dataclass(frozen=True)
+class Importance:
+    level: str = "none"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+
+NO_CORRECTION = Importance()
+
+
+@dataclass(frozen=True)
 class Settings:
+    objective: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
+    importance: Importance = field(default_factory=Importance)
+    reduction: str = "token_mean"
     entropy_coefficient: float = 0.0
     kl: Kl = field(default_factory=Kl)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl.beta > 0
+
+
+def loss_of(
+    scores: SimpleNamespace, batch: MicroBatch, settings: Settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`actor_loss` with the β of the settings."""
+    return actor_loss(scores, batch, settings, settings.kl.beta)
+
+
+def policy_loss(
+    log_probs_A: Tensor, old_A: Tensor, advantages_A: Tensor, weights_A: Tensor, **settings: object
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy term of one sequence under `Settings(**settings)`."""
+    sequence_A = torch.zeros(len(log_probs_A), dtype=torch.int64)
+    tokens = PolicyTokens.of(log_probs_A, old_A, advantages_A, weights_A != 0, sequence_A)
+    return policy_term(tokens, weights_A, None, Settings(**settings))
 
 
 def parameters(seed: int = 0, scale: float = 0.7) -> Tensor:
@@ -53,14 +89,21 @@ def micro_batch(
     ref_R: np.ndarray | None,
     advantages_R: np.ndarray,
     weights_A: Tensor,
+    rollout_R: np.ndarray | None = None,
+    importance: Importance = NO_CORRECTION,
 ) -> MicroBatch:
+    """With the old log-probs as the generator's, where none are given."""
+    rollout_A = pack.take(old_R if rollout_R is None else rollout_R)
     return MicroBatch(
         pack=pack,
         old_log_probs_A=pack.take(old_R),
         ref_log_probs_A=None if ref_R is None else pack.take(ref_R),
-        rollout_log_probs_A=pack.take(old_R),
+        rollout_log_probs_A=rollout_A,
         advantages_A=pack.take(advantages_R),
         weights_A=weights_A,
+        importance_A=importance_weights(
+            pack.take(old_R), rollout_A, pack.action_mask_A, pack.sequence_A, importance
+        ),
     )
 
 

@@ -127,6 +127,9 @@ def test_sealed_columns_are_read_only() -> None:
         ({"producers": {"rollout": "v0", "old": "v1"}}, "two versions"),
         ({"producers": {"rollout": "v1", "old": "v1"}}, "samples of version v0"),
         ({"ref_log_probs": np.zeros(5, np.float32)}, "unnamed version"),
+        ({"values": np.zeros(5, np.float32)}, "values of an unnamed critic version"),
+        ({"last_values": np.zeros(2, np.float32)}, "but none of the tokens"),
+        ({"last_values": np.zeros(5, np.float32)}, r"last_values is float32\(5,\), not float32\(2"),
         ({"scores": Scores.from_records([make_record(0, 0, 1.0)])}, "join by id"),
     ],
 )

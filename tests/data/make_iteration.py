@@ -1,6 +1,7 @@
 """One small iteration, ready to be sealed: samples, rewards, plan, packs and log-probs, for tests.
 
 Three prompts, two candidates each, rewards 1 and 0, two minibatches; the last response is cut off.
+With `name="ppo"` there is a critic, with values and packs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megarl.contracts.mesh import Mesh
 from megarl.contracts.records import Derived, Experience, Identities, RewardRecord, Scores
 from megarl.contracts.samples import END_OF_REASON, EndReason, Sample, Samples, SamplingContract
 from megarl.contracts.version import PolicyVersion
+from megarl.data.everyone import everyone_of
 from megarl.data.exchange import exchange, gather_table
 from megarl.data.guards import Guard
 from megarl.data.packing import build_pack
@@ -25,22 +27,20 @@ from megarl.data.prepare import Prepared
 from megarl.data.table import SampleTable
 from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.world import World
+from tests.data.make_rules import make_rules
 from tests.data.make_samples import make_record
 
 PROMPTS, GROUP, EOS, LIMIT, VOCABULARY, UNKNOWN = 3, 2, 2, 5, 64, 63
 VERSION = PolicyVersion("run", 4, 0, "weights", "tokenizer", "config")
 REFERENCE = replace(VERSION, optimizer_step=0, role="reference")
+CRITIC = replace(VERSION, optimizer_step=8, role="critic")
 PRODUCERS = {"rollout": VERSION.id, "old": VERSION.id, "ref": REFERENCE.id}
 SAMPLING = SamplingContract(GROUP, 1.0, LIMIT, (EOS,), 1, "float32", "auto")
 
 
 def recipe(**algorithm: Any) -> SimpleNamespace:
-    rules = {"zero_variance": "drop", "partial_groups": "drop", "minibatches": 2} | algorithm
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(**rules, normalize_std=True, advantage_eps=1e-6),
-        rollout=SimpleNamespace(group_size=GROUP, prompts_per_iteration=PROMPTS),
-        actor=SimpleNamespace(tokens_per_micro_batch=16),
-    )
+    keys = {"minibatches": 2} | algorithm
+    return make_rules(group_size=GROUP, prompts=PROMPTS, tokens=16, longest=LIMIT, **keys)
 
 
 def prompt_ids(draw: int) -> tuple[int, ...]:
@@ -72,6 +72,7 @@ def one_sample(draw: int, candidate: int) -> Sample:
 
 def guard(it: Iteration, **changes: Any) -> Guard:
     known = np.ones(VOCABULARY, dtype=bool)
+    has_critic = it.prepared.values is not None
     known[UNKNOWN] = False
     names = tuple(f"p{draw}" for draw in range(PROMPTS))
     values = {
@@ -81,6 +82,8 @@ def guard(it: Iteration, **changes: Any) -> Guard:
         "prompt_ids": tuple(prompt_ids(draw) for draw in range(PROMPTS)),
         "version": VERSION,
         "reference": REFERENCE,
+        "critic": SimpleNamespace(optimizer_step=it.critic_step) if has_critic else None,
+        "critic_version": CRITIC if has_critic else None,
         "sampling": SAMPLING,
         "known_ids": known,
         "recipe_hash": "recipe",
@@ -102,6 +105,7 @@ class Iteration:
     derived: Derived
     producers: dict[str, str]
     actor_step: int = VERSION.optimizer_step
+    critic_step: int = CRITIC.optimizer_step
 
 
 def make_iteration(records: list[RewardRecord] | None = None, **algorithm: Any) -> Iteration:
@@ -126,12 +130,19 @@ def make_iteration(records: list[RewardRecord] | None = None, **algorithm: Any) 
         for part in plan.update.local_packs(world.dp_index)
     ]
     old = -np.arange(1, tokens + 1, dtype=np.float32) / 10
-    prepared = Prepared(samples, packs, old, old - np.float32(0.1))
-    experience = Experience(
-        samples, scores, old.copy(), old - np.float32(0.1), None, PRODUCERS, "h"
-    )
-    derived, _ = credit(experience, "recipe", table, plan.trained, rules.algorithm)
-    return Iteration(world, prepared, scores, table, plan, experience, derived, dict(PRODUCERS))
+    facts, producers = (old, old - np.float32(0.1)), dict(PRODUCERS)
+    values = last_values = None
+    if rules.algorithm.needs_values:
+        values = np.linspace(-1, 1, tokens, dtype=np.float32)
+        last_values = np.linspace(0, 1, len(samples), dtype=np.float32)
+        producers["critic"] = CRITIC.id
+    critic_packs = None if values is None else packs
+    prepared = Prepared(samples, packs, *facts, values, last_values, critic_packs)
+    facts = tuple(column.copy() for column in facts)
+    experience = Experience(samples, scores, *facts, values, producers, "h", last_values)
+    everyone = everyone_of(world, table, samples)
+    derived = credit(experience, "recipe", table, plan, rules.algorithm, everyone, 0.0).derived
+    return Iteration(world, prepared, scores, table, plan, experience, derived, producers)
 
 
 def spoilt(record: Any, **columns: Any) -> Any:

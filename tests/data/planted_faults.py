@@ -31,7 +31,7 @@ def _column(name: str, at: int, value: object) -> Callable[[Iteration], None]:
     return spoil
 
 
-def _scored(name: str, value: float) -> Callable[[Iteration], None]:
+def scored(name: str, value: float) -> Callable[[Iteration], None]:
     def spoil(it: Iteration) -> None:
         it.prepared = spoilt(it.prepared, **{name: put(getattr(it.prepared, name), 1, value)})
 
@@ -61,7 +61,7 @@ def _flip(tensor):
     return tensor
 
 
-def _producer(role: str, version_id: str | None) -> Callable[[Iteration], None]:
+def producer(role: str, version_id: str | None) -> Callable[[Iteration], None]:
     def spoil(it: Iteration) -> None:
         it.producers = {**it.producers, role: version_id}
 
@@ -136,7 +136,7 @@ def _step(it: Iteration) -> None:
     it.actor_step += 1
 
 
-def _shorter(name: str) -> Callable[[Iteration], None]:
+def shorter(name: str) -> Callable[[Iteration], None]:
     def spoil(it: Iteration) -> None:
         it.prepared = spoilt(it.prepared, **{name: getattr(it.prepared, name)[:-1]})
 
@@ -153,19 +153,19 @@ def _version(it: Iteration) -> None:
 
 FACTS: dict[str, tuple[Callable[[Iteration], None], str]] = {
     "old of another version": (
-        _producer("old", OTHER.id),
+        producer("old", OTHER.id),
         rf"old_log_probs of run/3/p0/0, .* and 3 more: made by version {OTHER.id}, the update from "
         rf"actor@4\.0 \({VERSION.id}\) expects those of actor@4\.0",
     ),
     "rollout of another version": (
-        _producer("rollout", OTHER.id),
+        producer("rollout", OTHER.id),
         rf"rollout_log_probs of run/3/p0/0.*{OTHER.id}, .*expects those of actor@4\.0",
     ),
     "reference of another version": (
-        _producer("ref", VERSION.id),
+        producer("ref", VERSION.id),
         rf"ref_log_probs of run/3/p0/0.*{VERSION.id}, .*expects those of reference@0\.0",
     ),
-    "reference of nobody": (_producer("ref", None), "ref_log_probs of .*: made by nobody"),
+    "reference of nobody": (producer("ref", None), "ref_log_probs of .*: made by nobody"),
     "samples of another version": (_version, rf"version_id of .*: sampled by {OTHER.id}"),
     "old after a step": (
         _step,
@@ -175,10 +175,10 @@ FACTS: dict[str, tuple[Callable[[Iteration], None], str]] = {
         _column("rollout_log_probs", 1, np.nan),
         "rollout_log_probs of FIRST response token 1: a log-prob must be a finite number",
     ),
-    "nan in old": (_scored("old_log_probs", np.nan), "old_log_probs of FIRST response token 1"),
-    "positive in ref": (_scored("ref_log_probs", 0.5), "ref_log_probs of FIRST response token 1"),
-    "infinite in ref": (_scored("ref_log_probs", -np.inf), "ref_log_probs of FIRST response tok"),
-    "short old": (_shorter("old_log_probs"), r"old_log_probs of FIRST.*: float32\[\d+\], float32"),
+    "nan in old": (scored("old_log_probs", np.nan), "old_log_probs of FIRST response token 1"),
+    "positive in ref": (scored("ref_log_probs", 0.5), "ref_log_probs of FIRST response token 1"),
+    "infinite in ref": (scored("ref_log_probs", -np.inf), "ref_log_probs of FIRST response tok"),
+    "short old": (shorter("old_log_probs"), r"old_log_probs of FIRST.*: float32\[\d+\], float32"),
     "short mask": (_shorter_mask, r"action_mask of FIRST.*: \d+ values for \d+ tokens"),
     "first token no action": (
         _column("action_mask", 0, False),
@@ -289,6 +289,10 @@ DERIVED: dict[str, tuple[Callable[[Iteration], None], str]] = {
     "in another precision": (
         _derived("returns", np.zeros(1)),
         r"returns of FIRST.*: float64\[1\], float32\[\d+\] is needed",
+    ),
+    "no number weighs KL": (
+        _derived("kl_beta", np.nan),
+        "kl_beta of the advantages: nan is no num",
     ),
     "of other samples": (_lost_row, "samples of the sealed experience: not those of the packs"),
     "old of another version": (_late_producer, "old_log_probs of run/3/p0/0"),

@@ -41,7 +41,11 @@ def _mine(world: World) -> list[tuple[int, int, int, int]]:
 
 
 def _records(shapes, wrong_total: float = 0.0) -> list:
-    return [make_record(d, c, d + c / 10 + wrong_total) for d, c, _, _ in shapes]
+    """Candidate c has c step scores, all on its first token."""
+    return [
+        replace(make_record(d, c, d + c / 10 + wrong_total), step_rewards=((0, d + 0.5),) * c)
+        for d, c, _, _ in shapes
+    ]
 
 
 def _owner(table, dp: int, empty: int | None) -> np.ndarray:
@@ -73,6 +77,8 @@ def _exchange_all(size: int, tp: int, rollout_tp: int, empty: int | None) -> lis
     assert scores.candidate.tolist() == mine.candidate.tolist()
     assert np.array_equal(scores.total, mine.draw_index + mine.candidate / 10)
     assert np.array_equal(scores.components["correct"], scores.total)
+    assert np.array_equal(scores.steps.counts, mine.candidate)
+    assert np.array_equal(scores.steps.value, np.repeat(mine.draw_index + 0.5, mine.candidate))
 
     assert np.array_equal(table.draw_index, whole.draw_index)
     assert np.array_equal(table.prompt_length, whole.prompt_lengths)
@@ -117,6 +123,10 @@ def _bad_table(case: str) -> str:
             make_record(d, c, 9.0 if d == 0 and case == "reward" else d + c / 10)
             for d, c, _, _ in shapes
         ]
+    elif case == "steps" and world.rank == 1:
+        shapes.append((0, 1, 2, 2))
+        records = _records(shapes)
+        records[-1] = replace(records[-1], step_rewards=((0, 9.0),))
     elif case == "unscored" and world.rank == 1:
         records = _records(shapes[:1])
     elif case == "unknown" and world.rank == 1:
@@ -154,6 +164,7 @@ def _bad_table(case: str) -> str:
         ("good", "joined"),
         ("length", "two different rollout results of sample 0/1: response_length is 2 and 3"),
         ("reward", "two different reward results of sample 0/1: total is 0.1 and 9.0"),
+        ("steps", "two different reward results of sample 0/1: step values is 0.5 and 9.0 at"),
         ("tokens", "ranks [0, 1] made different samples 0/0: prompt_ids, response_ids, "),
         ("unscored", "rank 1: samples without a reward record: 1/1"),
         ("unknown", "rank 1: reward records without a sample: 9/9"),

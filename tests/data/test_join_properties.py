@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,13 +28,12 @@ from megarl.data.table import SampleTable
 from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.world import World
 from tests.data.deliveries import SCOPE, Truth, deliver, draw_truth
+from tests.data.make_rules import make_rules
 from tests.data.make_samples import make_samples
 
 GROUPS, GROUP = 4, 3
-RECIPE = SimpleNamespace(
-    algorithm=SimpleNamespace(zero_variance="drop", partial_groups="keep_scored", minibatches=2),
-    rollout=SimpleNamespace(group_size=GROUP, prompts_per_iteration=GROUPS),
-    actor=SimpleNamespace(tokens_per_micro_batch=24),
+RECIPE = make_rules(
+    group_size=GROUP, prompts=GROUPS, tokens=24, minibatches=2, partial_groups="keep_scored"
 )
 FACTS = [n for n in Samples.__dataclass_fields__ if n not in ("started", "finished")]
 
@@ -49,7 +47,7 @@ def _gather(arrivals: list[list[Arrival]]) -> SampleTable:
 
 def _plan(table: SampleTable, dp: int) -> tuple[IterationPlan, np.ndarray]:
     plan = plan_iteration(table, RECIPE, dp, invalid=table.invalid)
-    advantages = grpo_advantages(table.scores.total, table.draw_index, plan.trained, True, 1e-6)
+    advantages = grpo_advantages(table.scores.total, table.draw_index, plan.trained, "sample", 1e-6)
     return plan, advantages
 
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from megarl.contracts.samples import Samples
 from megarl.data.packing import (
     MicroBatch,
+    UpdatePlan,
     build_pack,
     pad_pack,
+    plan_own_packs,
     plan_packs,
     plan_update,
     restore,
@@ -106,6 +108,46 @@ def test_an_update_plan_names_owners_and_local_rows() -> None:
                 assert own[pack].tolist() == rows.tolist()
     with pytest.raises(ValueError, match="two minibatches"):
         plan_update(lengths, [np.array([0, 1]), np.array([1])], 1, 20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=LENGTHS, dp=st.integers(1, 4), budget=st.integers(40, 200), own=st.integers(40, 200))
+def test_packs_of_its_own_keep_rows_owners_and_minibatches(lengths, dp, budget, own) -> None:
+    half = len(lengths) // 2
+    minibatches = [np.arange(half), np.arange(half, len(lengths)), np.array([], int)]
+    update = plan_update(lengths, minibatches, dp, budget)
+    plan = plan_own_packs(update, lengths, own)
+    assert np.array_equal(plan.owner, update.owner) and len(plan.packs) == 3
+    for parts, before in zip(plan.packs, update.packs, strict=True):
+        assert len(parts) == dp and len({len(packs) for packs in parts}) == 1
+        assert len(parts[0]) >= 1
+        needed = []
+        for packs, theirs in zip(parts, before, strict=True):
+            assert all(pack.dtype == np.int64 and (np.diff(pack) > 0).all() for pack in packs)
+            assert all(sum(lengths[row] for row in pack) <= own for pack in packs)
+            rows = np.sort(np.concatenate(theirs))
+            assert np.array_equal(np.sort(np.concatenate(packs)), rows)
+            needed.append(len(plan_packs(np.array(lengths, int)[rows], 1, own)[0]))
+        assert len(parts[0]) == max(needed), "no more packs than the fullest part needs"
+
+
+def test_a_part_with_fewer_packs_spreads_them_or_has_empty_ones() -> None:
+    def own(lengths: list[int], parts: list[list[int]], budget: int) -> list[list[list[int]]]:
+        owner = np.zeros(len(lengths), dtype=np.int64)
+        update = UpdatePlan((tuple((np.array(rows),) for rows in parts),), owner)
+        (packs,) = plan_own_packs(update, lengths, budget, name="row{}".format).packs
+        return [[pack.tolist() for pack in held] for held in packs]
+
+    # One part needs two packs of 12 tokens, the other one.
+    lengths = [9, 9, 4, 4, 4, 6]
+    assert own(lengths, [[0, 1], [2, 3, 4]], 12) == [[[0], [1]], [[2, 4], [3]]]
+    assert own(lengths, [[0, 1], [5]], 9) == [[[0], [1]], [[5], []]]
+    # 3 3 | 2 2 2 fill eight packs of 6; longest first into nine of them would make one of 7.
+    full = [3] * 8 + [2] * 12 + [6] * 9
+    first, second = own(full, [list(range(20)), list(range(20, 29))], 6)
+    assert len(first) == len(second) == 9 and first[-1] == [] and [] not in first[:-1]
+    with pytest.raises(ValueError, match=r"row5 \(6 tokens\).*critic\.tokens_per_micro_batch"):
+        own([1, 1, 1, 1, 1, 6], [[0, 1], [5]], 5)
 
 
 def test_the_example_of_the_module() -> None:

@@ -21,6 +21,7 @@ from megarl.contracts.records import Experience, Identities, RewardStatus, Score
 from megarl.contracts.samples import End, EndReason, Sample, Samples
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
+from megarl.data.everyone import alone
 from megarl.data.guard_samples import Findings, check_masks
 from megarl.data.minibatch import micro_batches
 from megarl.data.packing import build_pack, pad_pack
@@ -28,10 +29,10 @@ from megarl.data.prompts import PromptSet
 from megarl.data.table import SampleTable
 from megarl.recipe.sections import DataSection
 from megarl.rollout.groups import plan_iteration
+from tests.algorithms.toy import Settings
 from tests.contracts.tokenizer_folders import character_folder
+from tests.data.make_rules import make_rules
 from tests.data.make_samples import make_record, make_samples
-
-SETTINGS = SimpleNamespace(normalize_std=True, advantage_eps=1e-6)
 
 
 def _sample(ids: list[int], mask: list[int] | None = None, candidate: int = 0) -> Sample:
@@ -73,12 +74,8 @@ def _experience(samples: Samples, scores: Scores) -> Experience:
 
 
 def _recipe(group_size: int, partial: str, minibatches: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(
-            zero_variance="drop", partial_groups=partial, minibatches=minibatches
-        ),
-        rollout=SimpleNamespace(group_size=group_size, prompts_per_iteration=1),
-        actor=SimpleNamespace(tokens_per_micro_batch=64),
+    return make_rules(
+        group_size=group_size, prompts=1, minibatches=minibatches, partial_groups=partial
     )
 
 
@@ -102,7 +99,9 @@ def test_an_unscorable_sample_is_in_no_denominator(partial, trained, totals) -> 
     rules = _recipe(4, partial)
     plan = plan_iteration(table, rules, 1)
     assert plan.trained.tolist() == trained and plan.totals == (totals,)
-    _, advantages = credit(_experience(samples, scores), "r", table, plan.trained, SETTINGS)
+    everyone = alone(table, samples)
+    experience = _experience(samples, scores)
+    advantages = credit(experience, "r", table, plan, rules.algorithm, everyone, 0.0).advantages
     right = [1.1547, -0.5773, np.nan, -0.5773] if any(trained) else [np.nan] * 4
     np.testing.assert_allclose(advantages, right, atol=1e-4)
 
@@ -114,7 +113,8 @@ def test_a_minibatch_without_an_action_has_no_weight_and_no_division_by_0() -> N
     derived = SimpleNamespace(experience_hash="h", advantages=np.zeros(2, np.float32))
     packs = [build_pack(samples, [0]), build_pack(samples, [])]
     for kind in ("token_mean", "sequence_mean", "sequence_sum_constant"):
-        batches = micro_batches(experience, derived, packs, Totals(0, 0), kind, 8)
+        settings = Settings(reduction=kind)
+        batches = micro_batches(experience, derived, packs, Totals(0, 0), settings, 8)
         assert [batch.weights_A.tolist() for batch in batches] == [[0.0, 0.0], []]
 
 
@@ -133,9 +133,11 @@ def test_tokens_that_the_policy_did_not_choose_have_no_credit_and_no_weight() ->
     samples = Samples.from_rows([_sample([4, 5, 6, 7, 8], mask), _sample([4], candidate=1)], "v")
     scores = Scores.from_records([make_record(0, 0, 1.0), make_record(0, 1, 0.0)])
     table = _table(samples, scores)
-    plan = plan_iteration(table, _recipe(2, "drop"), 1)
+    rules = _recipe(2, "drop")
+    plan = plan_iteration(table, rules, 1)
     assert plan.totals == (Totals(4, 2),)
-    derived, _ = credit(_experience(samples, scores), "r", table, plan.trained, SETTINGS)
+    experience, everyone = _experience(samples, scores), alone(table, samples)
+    derived = credit(experience, "r", table, plan, rules.algorithm, everyone, 0.0).derived
     assert derived.advantages[:5] == pytest.approx([0.7071, 0.7071, 0, 0, 0.7071], abs=1e-4)
     pack = build_pack(samples, [0, 1])
     weights = token_weights("token_mean", pack.action_mask_A, pack.sequence_A, Totals(4, 2), 8)

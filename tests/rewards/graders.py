@@ -21,6 +21,39 @@ def length(response: Response, *, per: float = 1.0) -> float:
     return len(response.token_ids) / per
 
 
+def words(response: Response, *, score: float = 1.0) -> RewardParts:
+    """Every word is a step that ends at its last character, worth `score` times its number."""
+    steps, at = [], -1
+    for number, word in enumerate(response.text.split(" ")):
+        at += len(word) + (number > 0)
+        steps.append((at, score * number))
+    return RewardParts(float(len(steps)), "", tuple(steps))
+
+
+BAD_STEPS = {
+    "single": (3,),
+    "beyond": (6, 1.0),
+    "before": (-1, 1.0),
+    "float": (1.0, 1.0),
+    "infinite": (1, float("inf")),
+    "none": (1, None),
+    "number": 3,
+}
+
+
+def stepping(response: Response) -> RewardParts:
+    """Gives the step that the response's text names."""
+    return RewardParts(1.0, "", (BAD_STEPS[response.text],))
+
+
+def first(response: Response) -> RewardParts:
+    return RewardParts(0.0, "", ((0, 5.0),))
+
+
+def last(response: Response) -> RewardParts:
+    return RewardParts(0.0, "", ((len(response.token_ids) - 1, 7.0),))
+
+
 def obey(response: Response) -> object:
     """Does what the response's text says."""
     word, _, rest = response.text.partition(" ")

@@ -21,6 +21,7 @@ from megarl.data.exchange import gather_table
 from megarl.rollout.account import Drawn, LedgerError, drop_rates, length_buckets
 from megarl.rollout.groups import IterationPlan, plan_iteration, select_groups
 from megarl.world import World
+from tests.data.make_rules import make_rules
 from tests.data.make_samples import make_record, make_samples
 
 OK, TIMEOUT, ERROR = RewardStatus.OK, RewardStatus.TIMEOUT, RewardStatus.ERROR
@@ -50,14 +51,13 @@ def _drawn(groups: list[list], rounds: int = 1) -> Drawn:
 
 
 def _recipe(zero: str, partial: str, minibatches: int, target: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(
-            zero_variance=zero, partial_groups=partial, minibatches=minibatches
-        ),
-        rollout=SimpleNamespace(
-            group_size=SIZE, prompts_per_iteration=target, max_response_tokens=8
-        ),
-        actor=SimpleNamespace(tokens_per_micro_batch=64),
+    return make_rules(
+        group_size=SIZE,
+        prompts=target,
+        longest=8,
+        minibatches=minibatches,
+        zero_variance=zero,
+        partial_groups=partial,
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from megarl.rollout.groups import (
     select_groups,
     split_minibatches,
 )
+from tests.data.make_rules import make_rules
 from tests.data.make_samples import make_record
 
 OK, TIMEOUT, ERROR = RewardStatus.OK, RewardStatus.TIMEOUT, RewardStatus.ERROR
@@ -257,11 +257,7 @@ def test_the_iterations_plan_joins_selection_minibatches_and_packs() -> None:
         scores=scores,
         version_id="v",
     )
-    recipe = SimpleNamespace(
-        algorithm=SimpleNamespace(zero_variance="drop", partial_groups="drop", minibatches=3),
-        rollout=SimpleNamespace(group_size=2, prompts_per_iteration=4),
-        actor=SimpleNamespace(tokens_per_micro_batch=9),
-    )
+    recipe = make_rules(group_size=2, prompts=4, tokens=9, minibatches=3)
     plan = plan_iteration(table, recipe, 2)
     assert plan.update.owner.tolist() == [1, 0, -1, -1, 1, 0, -1, -1]
     assert plan.totals == (Totals(5, 2), Totals(13, 2), Totals(0, 0))
@@ -290,11 +286,7 @@ def test_an_iteration_that_trains_nothing_still_has_a_probe_for_parity() -> None
         scores=scores,
         version_id="v",
     )
-    recipe = SimpleNamespace(
-        algorithm=SimpleNamespace(zero_variance="drop", partial_groups="drop", minibatches=2),
-        rollout=SimpleNamespace(group_size=2, prompts_per_iteration=2),
-        actor=SimpleNamespace(tokens_per_micro_batch=64),
-    )
+    recipe = make_rules(group_size=2, prompts=2, minibatches=2)
     plan = plan_iteration(table, recipe, 1)
     assert not plan.trained.any() and plan.account["trained"] == 0
     assert plan.totals == (Totals(0, 0), Totals(0, 0))

@@ -36,6 +36,9 @@ ACTOR = SimpleNamespace(
     recompute="none",
     sequence_parallel=False,
     max_skipped_steps=3,
+    router="trained",
+    router_aux_loss=0.0,
+    replay_routing=False,
 )
 
 

@@ -57,6 +57,13 @@ RELIED_ON = {
     "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w13": "dfb50517",
     "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._load_w2": "972acbd2",
     "sglang.srt.runtime_context:derive_spawn_ranks": "e58cc660",
+    # Where SGLang keeps to which experts it sent tokens, on the host.
+    "sglang.srt.mem_cache.pool_host.common:alloc_with_host_register": "79a1586d",
+    "sglang.srt.state_capturer.routed_experts:RoutedExpertsCapturer": "198a1565",
+    "sglang.srt.state_capturer.base:BaseTopkCapturer": "913f0848",
+    "sglang.srt.layers.moe.topk:capture_routed_experts_if_allowed": "d81816f9",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._maybe_collect_routed_experts": "0a42f229",
     # Replaced by `platforms/sglang_latent.py`, or called again after weights were written.
     "sglang.srt.layers.rotary_embedding.factory:get_rope_cpu": "e4dff05b",
     "sglang.srt.layers.rotary_embedding.factory:get_rope_wrapper": "7847ad65",

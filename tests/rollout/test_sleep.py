@@ -8,6 +8,7 @@ Not covered: that memory is freed (`tests/gpu`).
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megarl.data.packing import build_pack
 from tests.models.support import write_hf_model
 from tests.rollout import tiny
 from tests.rollout.engines import build, failure, folder, grid
-from tests.rollout.test_hybrid import Parts, _gap, _generate
+from tests.rollout.test_hybrid import ACTOR, Parts, _gap, _generate
 
 pytestmark = pytest.mark.dist
 NAN = float("nan")
@@ -127,22 +128,30 @@ def test_without_release_nothing_is_given_back(ranks) -> None:
 
 def loop(path: str, offloaded: bool) -> dict[str, Any]:
     """Two hand-overs with an update between them, everything asleep that can be."""
+    from megarl.models.roles import Reference
     from megarl.platforms import platform_of
-    from megarl.platforms.offload import OptimizerOffload
+    from megarl.platforms.offload import OptimizerOffload, WeightOffload
     from tests.models.support import micro_batch, policy_gradient
 
     parts = Parts(Path(path))
+    numbers = SimpleNamespace(dtype="float32")
+    reference = Reference(parts.actor.spec, Path(path), parts.world, numbers, ACTOR, 1.0)
     events: list[str] = []
     if offloaded:
         parts.generator._section.release = True
         Spoiler(parts.generator._scheduler, events)
         parts.hybrid.offload = OptimizerOffload(parts.actor.trainer, platform_of("cpu"))
+        parts.hybrid.frozen = WeightOffload(reference, platform_of("cpu"))
+        parts.hybrid.frozen.out()
     told: dict[str, Any] = {"events": events}
     try:
         samples = _generate(parts)
         told["ids"] = [samples.response_ids.tolist()]
         with parts.hybrid.scoring():
             told["gap"] = [_gap(parts, samples)]
+            pack = build_pack(samples, range(len(samples)))
+            told["frozen"] = reference.log_probs([pack])[0].log_probs_A
+        assert not offloaded or parts.hybrid.frozen.is_out
         batch = micro_batch(build_pack(samples, range(len(samples))), samples)
         with parts.hybrid.training():
             parts.actor.update([batch], policy_gradient)
@@ -161,6 +170,7 @@ def test_the_loop_is_the_same_with_everything_asleep_in_turn(ranks, tmp_path) ->
     awake = ranks.run(2, loop, str(tmp_path), False)
     slept = ranks.run(2, loop, str(tmp_path), True)
     for one, other in zip(awake, slept, strict=True):
+        assert torch.equal(one["frozen"], other["frozen"])
         assert one["ids"] == other["ids"] and one["weights"] == other["weights"]
         assert max(other["gap"]) < 1e-4
         assert other["events"][1:4] == ["flush", "pause kv_cache", "pause weights"]
