@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megarl.checkpoint.hf_folder import load_shards
@@ -35,6 +37,9 @@ class PackedGPT(GPTModel):
     """One model chunk of a GPT on packed sequences. `forward` stops at hidden states: only the
     positions that predict a response token go through the output layer (`logprobs.py`).
     """
+
+    replays = False
+    """Tokens go to the experts that the generator sent them to, where the pack tells."""
 
     def __init__(
         self,
@@ -68,6 +73,9 @@ class PackedGPT(GPTModel):
             del self.output_layer
             self.value_head = ValueHead(config, bias=spec.value_bias)
         mark_shards(self)
+        for layer in self.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.register_forward_pre_hook(self._hand_experts, with_kwargs=True)
         self.spec = spec
         self.dtype = dtype
         self.inv_freq = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
@@ -78,11 +86,35 @@ class PackedGPT(GPTModel):
         """This rank's chunks in depth order: this one."""
         return (self,)
 
-    def sequences(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
-        """What all layers need of a pack: `cu_seqlens` int32 [n+1], `positions_T` int64 [T]."""
+    def sequences(
+        self, cu_seqlens: Tensor, positions_T: Tensor, real: int | None = None
+    ) -> PackedSequences:
+        """What all layers need of a pack: `cu_seqlens` int32 [n+1], `positions_T` int64 [T], and
+        how many of the n sequences are samples', the first ones (None: all)."""
         return pack_sequences(
-            cu_seqlens, positions_T, self.inv_freq, self.dtype, self.attention_factor
+            cu_seqlens, positions_T, self.inv_freq, self.dtype, self.attention_factor, real
         )
+
+    def _padding(self, sequences: PackedSequences) -> Tensor | None:
+        """bool [1, T], of the tokens that this rank's routers see; None without experts."""
+        return None if self.spec.moe is None else self._routed_here(sequences.padding_T)[None]
+
+    def _routed_here(self, of_T: Tensor) -> Tensor:
+        """The part of `of_T` [T, …] that is of this rank's tokens between layers."""
+        if not self.config.sequence_parallel:
+            return of_T
+        group = self.pg_collection.tp
+        return of_T.chunk(group.size())[group.rank()]
+
+    def _hand_experts(self, layer: nn.Module, _: tuple, given: dict[str, Any]) -> None:
+        """Before a layer's forward, also where it is repeated for its backward: its router gets the
+        generator's choice for the pack's tokens."""
+        experts_TX = given["packed_seq_params"].experts_TX
+        if self.replays and experts_TX is not None:
+            router = layer.mlp.router
+            first = (layer.layer_number - 1) * router.topk
+            index = self._routed_here(experts_TX[:, first : first + router.topk])
+            router.replayed = index.long()
 
     def forward(self, token_ids_T: Tensor, sequences: PackedSequences) -> Tensor:
         """Hidden states in the model's dtype: after the last chunk's final norm [T, 1, H] on every
@@ -98,7 +130,10 @@ class PackedGPT(GPTModel):
                 # layer's product is a batch of T and not one matrix product.
                 embedded = embedded.squeeze(0).unsqueeze(1)
         hidden = self.decoder(
-            hidden_states=embedded, attention_mask=None, packed_seq_params=sequences
+            hidden_states=embedded,
+            attention_mask=None,
+            packed_seq_params=sequences,
+            padding_mask=self._padding(sequences),
         )
         if self.post_process and self.config.sequence_parallel:
             # Every TP rank scores all tokens, and `token_scores` sums the gradient over them: each
@@ -155,13 +190,17 @@ def build_model(
     device: torch.device,
     recompute: str = "none",
     sequence_parallel: bool = False,
+    body: ModelSpec | None = None,
 ) -> PackedGPT | ModelChunks:
     """This rank's shard with the weights of the HF checkpoint in `folder`, cast to `dtype`.
+
+    `body`: what `folder` holds, where that is a model of another head: all but its output layer is
+    taken, and the head of `spec` is zeros.
 
     Padding rows of the vocabulary are zero and stay so. `initialize_mesh` must have run. Collective
     over the embedding group of a tied pipeline. Raises what `refuse_layout`, `megatron_placement`
     and `load_shards` raise, and `RuntimeError` naming the parameter when a loaded weight is not
-    finite.
+    finite. In eval mode.
     """
     refuse_layout(spec, mesh, sequence_parallel)
     placement = megatron_placement(spec, mesh)
@@ -175,12 +214,12 @@ def build_model(
     with torch.no_grad():
         for param in params.values():
             param.fill_(math.nan)  # an element that nothing writes is found below
-    load_shards(folder, placement, rank, params, dtype)
+    load_shards(folder, placement, rank, params, dtype, body)
     for name in _not_finite(params):
         raise RuntimeError(
             f"{name} (rank {rank}) holds values that are not finite after loading {folder}"
         )
-    return model
+    return model.eval()
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

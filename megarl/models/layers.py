@@ -1,6 +1,6 @@
-"""Megatron's layers of torch modules, with this house's attention core, norms, router and heads.
+"""Megatron's layers of torch modules, with this house's attention core, norms, routers and heads.
 
-T tokens of this rank, H hidden size, E experts.
+H hidden size, A scored positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.nn.functional import linear
 
 from megarl.models.latent import latent_attention
 from megarl.models.packed import PackedAttention, RMSNorm
-from megarl.models.routers import GroupedRouter
+from megarl.models.routers import ExpertRouter, GroupedRouter, Router
 from megarl.reshard.families.spec import ModelSpec
 
 
@@ -55,40 +54,13 @@ def _layer(spec: ModelSpec, has_experts: bool) -> ModuleSpec:
     if has_experts:
         moe = spec.moe
 
-        def router(*, config: Any, pg_collection: Any) -> TopKRouter:
+        def router(*, config: Any, pg_collection: Any) -> ExpertRouter:
             if moe.router == "sigmoid":
                 return GroupedRouter(config, pg_collection, moe=moe)
             return Router(config, pg_collection, normalize=moe.normalize)
 
         parts.mlp.submodules.router = router
     return layer
-
-
-class Router(TopKRouter):
-    """Softmax over all experts in float32, then the k largest, divided by their sum or not.
-
-    HF's order (Mixtral, Qwen3-MoE): scores in the model's dtype, everything after in float32. The
-    weights stay float32, as in HF's Mixtral and in generation; HF's Qwen3-MoE rounds them to the
-    model's dtype. No auxiliary loss, no noise, no token is dropped.
-    """
-
-    def __init__(self, config: Any, pg_collection: Any, *, normalize: bool) -> None:
-        super().__init__(config, pg_collection)
-        self.normalize = normalize
-
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """input [T, 1, H] → (weights float32 [T, E], 0 for experts not chosen; chosen bool [T, E]).
-
-        Padding is routed as any token is: nothing is learnt from it.
-        """
-        scores = linear(input.reshape(-1, input.shape[-1]), self.weight)
-        probabilities = scores.softmax(dim=-1, dtype=torch.float32)
-        top, index = probabilities.topk(self.topk, dim=-1)
-        if self.normalize:
-            top = top / top.sum(dim=-1, keepdim=True)
-        weights = torch.zeros_like(probabilities).scatter(1, index, top)
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, index, True)
-        return weights, chosen
 
 
 class ValueHead(nn.Module):

@@ -5,11 +5,13 @@ A scored tokens, H hidden size, C tokens of a chunk, V this rank's vocabulary ro
 For each token: z = h·W / temperature over the model's own vocabulary (padding rows are left out of
 the product, so their probability is 0 and their gradient is 0), log p(target) = z_t − log Σ exp z
 and H = −Σ p log p, in float32. Logits of one chunk exist at a time, in backward too, where they
-are computed again. Ranks exchange four numbers per token, once per call.
+are computed again and turn into their gradient in place; a CPU takes a block of tokens after the
+other that its cache holds. Ranks exchange four numbers per token, once per call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 LOWEST = torch.finfo(torch.float32).min
+BLOCK_BYTES = {"cpu": 2**20}
+"""Logits that elementwise passes take together, by device; elsewhere a whole chunk's, for there a
+pass costs a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,44 @@ def token_scores(
     return TokenScores(log_probs, entropy)
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """float32 [C, V]; the product is in the model's dtype, as in generation."""
-    logits = (hidden_CH @ weight_VH.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Chunks:
+    """Logits of one chunk at a time, in memory that all chunks of a call share."""
+
+    def __init__(
+        self, hidden_AH: Tensor, weight_VH: Tensor, temperature: float, chunk: int
+    ) -> None:
+        self.hidden_AH, self.weight_VH, self.temperature = hidden_AH, weight_VH, temperature
+        self.chunk = max(1, min(chunk, len(hidden_AH)))
+        shape = self.chunk, len(weight_VH)
+        self.product = hidden_AH.new_empty(shape)
+        self.is_wide = hidden_AH.dtype is torch.float32
+        self.wide = (
+            self.product if self.is_wide else hidden_AH.new_empty(shape, dtype=torch.float32)
+        )
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """(tokens, their logits: float32 [C, V], to be overwritten)."""
+        for start in range(0, len(self.hidden_AH), self.chunk):
+            part = slice(start, min(start + self.chunk, len(self.hidden_AH)))
+            length = part.stop - start
+            # In the model's dtype, as in generation.
+            torch.mm(self.hidden_AH[part], self.weight_VH.t(), out=self.product[:length])
+            if not self.is_wide:
+                self.wide[:length].copy_(self.product[:length])
+            yield part, self.wide[:length]
+
+    def blocks(self, part: slice, logits_CV: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(tokens, views of their logits, over the temperature)."""
+        size = BLOCK_BYTES.get(logits_CV.device.type, logits_CV.nbytes)
+        rows = max(1, size // (4 * max(1, logits_CV.shape[1])))
+        for start in range(part.start, part.stop, rows):
+            block = slice(start, min(start + rows, part.stop))
+            logits = logits_CV[start - part.start : block.stop - part.start]
+            yield block, logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def narrowed(self, gradient_CV: Tensor) -> Tensor:
+        """In the model's dtype what the logits have become."""
+        return gradient_CV if self.is_wide else self.product[: len(gradient_CV)].copy_(gradient_CV)
 
 
 def _chunk_statistics(logits_CV: Tensor, target_C: Tensor) -> Tensor:
@@ -112,14 +151,13 @@ class _TokenScores(torch.autograd.Function):
         chunk: int,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        weight_VH = weight[:valid]
-        statistics = [
-            _chunk_statistics(_logits(hidden_CH, weight_VH, temperature), target_C)
-            for hidden_CH, target_C in zip(
-                hidden_AH.split(chunk), target_A.split(chunk), strict=True
-            )
-        ]
-        log_probs, entropy, log_sum = _combine(torch.cat(statistics), target_A, valid, group)
+        statistics = hidden_AH.new_empty(len(hidden_AH), 4, dtype=torch.float32)
+        chunks = _Chunks(hidden_AH, weight[:valid], temperature, chunk)
+        for part, logits_CV in chunks:
+            for block, logits in chunks.blocks(part, logits_CV):
+                statistics[block] = _chunk_statistics(logits, target_A[block])
+        del chunks
+        log_probs, entropy, log_sum = _combine(statistics, target_A, valid, group)
         ctx.save_for_backward(hidden_AH, weight, target_A, entropy, log_sum)
         ctx.valid, ctx.temperature, ctx.chunk, ctx.group = valid, temperature, chunk, group
         ctx.set_materialize_grads(False)
@@ -133,44 +171,45 @@ class _TokenScores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(entropy)
-        for start in range(0, len(hidden_AH) if ctx.valid else 0, ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            hidden_CH = hidden_AH[part]
-            logits = _logits(hidden_CH, weight_VH, ctx.temperature)
-            grad_logits = _grad_logits(
-                logits.sub_(log_sum[part, None]),
-                target_A[part],
-                entropy[part],
-                grad_log_probs[part],
-                None if grad_entropy is None else grad_entropy[part],
-            )
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
-            grad_logits = grad_logits.to(weight.dtype)
+        # d/dz = d/d(z / temperature) / temperature
+        grad_log_probs = grad_log_probs / ctx.temperature
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / ctx.temperature
+        chunks = _Chunks(hidden_AH, weight_VH, ctx.temperature, ctx.chunk)
+        for part, logits_CV in chunks if ctx.valid else ():
+            for block, logits in chunks.blocks(part, logits_CV):
+                _into_gradient(
+                    logits.sub_(log_sum[block, None]),
+                    target_A[block],
+                    entropy[block],
+                    grad_log_probs[block],
+                    None if grad_entropy is None else grad_entropy[block],
+                )
+            grad_logits = chunks.narrowed(logits_CV)
             torch.mm(grad_logits, weight_VH, out=grad_hidden[part])
-            if weight.dtype is torch.float32:
-                grad_weight[: ctx.valid].addmm_(grad_logits.t(), hidden_CH)
+            if chunks.is_wide:
+                grad_weight[: ctx.valid].addmm_(grad_logits.t(), hidden_AH[part])
             else:
-                grad_weight[: ctx.valid] += grad_logits.t() @ hidden_CH
+                grad_weight[: ctx.valid] += grad_logits.t() @ hidden_AH[part]
         if ctx.group.size() > 1 and len(hidden_AH):
             dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _grad_logits(
+def _into_gradient(
     log_p_CV: Tensor,
     target_C: Tensor,
     entropy_C: Tensor,
     grad_log_prob_C: Tensor,
     grad_entropy_C: Tensor | None,
-) -> Tensor:
-    """d/dz of g·log p_t + k·H: g·(1[v=t] − p_v) − k·p_v·(log p_v + H). Overwrites its input."""
-    p = log_p_CV.exp()
+) -> None:
+    """d/dz of g·log p_t + k·H: g·(1[v=t] − p_v) − k·p_v·(log p_v + H), in place of its input."""
     if grad_entropy_C is None:
-        grad = p.mul_(-grad_log_prob_C[:, None])
+        log_p_CV.exp_().mul_(-grad_log_prob_C[:, None])
     else:
-        inner = log_p_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None])
-        grad = p.mul_(inner.add_(grad_log_prob_C[:, None])).neg_()
-    owned = (target_C >= 0) & (target_C < p.shape[1])
-    columns = target_C.clamp(0, p.shape[1] - 1)[:, None]
-    return grad.scatter_add_(1, columns, torch.where(owned, grad_log_prob_C, 0.0)[:, None])
+        p = log_p_CV.exp()
+        inner = log_p_CV.mul_(-grad_entropy_C[:, None])
+        inner.sub_((grad_entropy_C * entropy_C + grad_log_prob_C)[:, None]).mul_(p)
+    owned = (target_C >= 0) & (target_C < log_p_CV.shape[1])
+    columns = target_C.clamp(0, log_p_CV.shape[1] - 1)[:, None]
+    log_p_CV.scatter_add_(1, columns, torch.where(owned, grad_log_prob_C, 0.0)[:, None])

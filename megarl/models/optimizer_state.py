@@ -70,7 +70,8 @@ class OptimizerState:
         self._optimizers = list(trainer.optimizer.chained_optimizers)
         for optimizer in self._optimizers:
             _make_state(optimizer)
-        params = dict(trainer.model.named_parameters())
+        # A frozen one has no state: megatron's optimizers leave it out.
+        params = {n: param for n, param in trainer.model.named_parameters() if param.requires_grad}
         names = {param: name for name, param in params.items()}
         self.parts: list[StatePart] = sorted(
             (part for optimizer in self._optimizers for part in _parts(optimizer, names)),
@@ -105,6 +106,11 @@ class OptimizerState:
     def owns(self, name: str) -> bool:
         """Whether the state of parameter `name` comes whole to this rank."""
         return name in self._owned
+
+    def carries(self, name: str, weight: Tensor) -> bool:
+        """Whether this rank writes and reads a weight for all that hold it: the owner of its state,
+        and of what is not trained (a buffer, a frozen parameter) the first of the holders."""
+        return dist.get_rank(holders_of(weight)) == self._owners.get(name, 0)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ class PackedSequences(PackedSeqParams):
     slot_T: Tensor = None  # int64 [T], the slot that a packed token is
     blocks: tuple[tuple[int, int], ...] = ()
     """(rows, longest) of each block; slots are the blocks' cells, row by row."""
+    padding_T: Tensor = None  # bool [T], tokens of no sample, which end the pack
+    experts_TX: Tensor | None = None  # int16 [T, layers · k], as in the pack
 
 
 def pack_sequences(
@@ -40,10 +42,12 @@ def pack_sequences(
     inv_freq: Tensor,
     dtype: torch.dtype,
     attention_factor: float = 1.0,
+    real: int | None = None,
 ) -> PackedSequences:
     """Tables of one pack. `cu_seqlens` int32 [n+1] covers T exactly; `positions_T` int64 [T].
 
-    `attention_factor` multiplies cosine and sine in float32, as HF does it for yarn.
+    `attention_factor` multiplies cosine and sine in float32, as HF does it for yarn. `real`: how
+    many of the sequences are samples', the first ones; None: all.
     """
     device = positions_T.device
     bounds = cu_seqlens.to("cpu", torch.int64)
@@ -65,6 +69,7 @@ def pack_sequences(
         slots += width * len(rows)
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     slot_T = first_slot[sequence_T] + torch.arange(int(bounds[-1])) - starts[sequence_T]
+    last = int(bounds[-1] if real is None else bounds[real])
     angle_TD = positions_T.float()[:, None, None] * inv_freq.to(device)
     return PackedSequences(
         qkv_format="thd",
@@ -77,6 +82,7 @@ def pack_sequences(
         token_S=torch.cat(token_blocks).to(device),
         slot_T=slot_T.to(device),
         blocks=tuple(blocks),
+        padding_T=torch.arange(int(bounds[-1]), device=device) >= last,
     )
 
 

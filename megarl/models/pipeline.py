@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarl.data.packing import Pack, empty_pack, pad_pack
 from megarl.models.build import ModelChunks, PackedGPT
@@ -39,12 +39,14 @@ def run_packs(
     model: PackedGPT | ModelChunks, packs: Sequence[Pack], finish: Finish[Told], *, learn: bool
 ) -> list[Told]:
     """What `finish` tells of each pack, in order, on the last stage; nothing on the others.
+    The model must be in training mode to learn and in eval mode to score (`check_mode`).
 
     With `learn` the loss of each pack is followed by its backward; else nobody reads it. Collective
     over the tensor- and pipeline-parallel groups, whose ranks hold the same packs, and over the
     ranks that share experts, which have as many packs of the same lengths. Raises `ValueError` on
     every rank of these groups, before anything is sent, for packs of lengths that do not do.
     """
+    check_mode(model, learn=learn)
     _check_lengths(model, packs)
     if model.config.pipeline_model_parallel_size > 1:
         return _through_stages(model, packs, finish, learn)
@@ -57,8 +59,27 @@ def run_packs(
     return told
 
 
+def check_mode(model: nn.Module, *, learn: bool) -> None:
+    """Raises `RuntimeError` naming the first module that is not in training mode, or without
+    `learn` not in eval mode, or that drops anything: a forward is a pure function, and bits of an
+    update's are a score's."""
+    for name, module in model.named_modules():
+        told = f"{name or 'the model'} ({type(module).__name__})"
+        if module.training != learn:
+            mode, wanted = ("eval", "training") if learn else ("training", "eval")
+            raise RuntimeError(f"{told} is in {mode} mode in a forward that needs {wanted} mode")
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise RuntimeError(f"{told} has dropout {module.p}; the forward must have none")
+    config = model.config
+    for key in ("hidden_dropout", "attention_dropout"):
+        if getattr(config, key) > 0:
+            raise RuntimeError(f"the model's config has {key} {getattr(config, key)}; it must be 0")
+
+
 def _stage(model: PackedGPT, pack: Pack) -> Tensor:
-    return model(pack.token_ids_T, model.sequences(pack.cu_seqlens, pack.positions_T))
+    sequences = model.sequences(pack.cu_seqlens, pack.positions_T, len(pack.rows))
+    sequences.experts_TX = pack.experts_TX
+    return model(pack.token_ids_T, sequences)
 
 
 def _check_lengths(model: PackedGPT | ModelChunks, packs: Sequence[Pack]) -> None:

@@ -10,7 +10,8 @@ experts and one for all else. Weight decay leaves out biases and one-dimensional
 as megatron does.
 
 Before the step all ranks tell whether their loss and gradients are finite and whether they hold
-anything to learn from. Then either every rank steps or none does.
+anything to learn from; a veto may look at the sums of all ranks. Then either every rank steps or
+none does. The model is in training mode while it learns, and only then.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megarl.algorithms.objectives import merge_sums
-from megarl.data.packing import MicroBatch
+from megarl.data.packing import MicroBatch, ValueBatch
 from megarl.models.build import ModelChunks, PackedGPT
 from megarl.models.schedule import learning_rate
 from megarl.platforms.megatron_patches import cpu_mode
 from megarl.world import World
+
+Veto = Callable[[Mapping[str, float]], str | None]
+"""(sums of all ranks' micro-batches, merged by `merge_sums`) → why nobody steps, or None. A pure
+function: every rank asks its own and must hear the same."""
 
 LossPart = tuple[Tensor, Mapping[str, Tensor]]
 """A micro-batch's part of the loss and sums to report, both without a gradient."""
@@ -55,7 +60,7 @@ class StepResult:
 
     stepped: bool
     skipped_reason: str | None
-    """Why nobody stepped: not finite (naming the ranks), or an empty minibatch."""
+    """Why nobody stepped: not finite (naming the ranks), an empty minibatch, or a veto."""
     grad_norm: float
     """Global L2 norm before clipping; 0 for an empty minibatch."""
     lr: float
@@ -65,6 +70,8 @@ class StepResult:
     sums: dict[str, float]
     """Summed over this rank's micro-batches; names ending in `_max` are the largest of them. Empty
     before the last pipeline stage."""
+    stopped: bool = False
+    """Whether a veto kept everybody from a step that was fit to be taken."""
 
 
 class Trainer:
@@ -72,16 +79,23 @@ class Trainer:
 
     `section` is the recipe's `actor` (lr, lr_schedule, lr_warmup_steps, min_lr, betas, eps,
     weight_decay, clip_grad, distributed_optimizer, max_skipped_steps); `total_steps` ends the
-    decay of the learning rate. The masters are made from the model's weights as they are.
+    decay of the learning rate; errors name keys of `role`. The masters are made from the model's
+    weights as they are.
     """
 
     def __init__(
-        self, model: PackedGPT | ModelChunks, world: World, section: Any, total_steps: int
+        self,
+        model: PackedGPT | ModelChunks,
+        world: World,
+        section: Any,
+        total_steps: int,
+        role: str = "actor",
     ) -> None:
         self.model = model
         self.world = world
         self.section = section
         self.total_steps = total_steps
+        self.role = role
         self.steps = 0
         """Optimizer steps taken; what the schedule counts."""
         self.skipped_steps = 0
@@ -155,17 +169,29 @@ class Trainer:
         with cpu_mode():
             self.optimizer.reload_model_params()
 
-    def update(self, micro_batches: Sequence[MicroBatch], learn: Learn) -> StepResult:
+    def update(
+        self,
+        micro_batches: Sequence[MicroBatch] | Sequence[ValueBatch],
+        learn: Learn,
+        veto: Veto | None = None,
+    ) -> StepResult:
         """One minibatch, one optimizer step or none: `learn` runs `micro_batches`. Collective over
         all ranks, which must have the same number of them (an empty pack where there is no sample).
 
+        `veto` is asked after the backward, on every rank with the same sums, those of all ranks,
+        and only where the step could be taken. Where it gives a reason nobody steps: weights,
+        moments, schedule and the counts in `state` stay as they are (`StepResult.stopped`).
+
         Raises `TooManySkippedSteps` on every rank at `max_skipped_steps` refusals in a row.
         """
-        self.model.train()
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = learn()
+        self.model.train()
+        try:
+            parts = learn()
+        finally:
+            self.model.eval()
         # Read after the last backward: each number read waits for the device.
         loss = float(torch.stack([part for part, _ in parts]).double().sum()) if parts else 0.0
         sums = merge_sums([told for _, told in parts])
@@ -175,8 +201,12 @@ class Trainer:
             norm = self.optimizer.get_grad_norm()
         lr = self.learning_rate()
         weighted = any(bool(batch.weights_A.any()) for batch in micro_batches)
-        reason = self._refusal(loss, norm, weighted)
+        reason, stopped = self._refusal(loss, norm, weighted), False
+        if reason is None and veto is not None:
+            reason = veto(self._sums_of_all(sums))
+            stopped = reason is not None
         if reason is None:
+            self._skipped_in_a_row = 0
             with cpu_mode():
                 self.step(lr, norm)
         return StepResult(
@@ -186,7 +216,14 @@ class Trainer:
             lr=lr,
             loss=loss,
             sums=sums,
+            stopped=stopped,
         )
+
+    def _sums_of_all(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`sums` of all data-parallel parts, each told by one rank that has them, in rank order:
+        the same bits on every rank. Collective over all ranks."""
+        told = self.world.gather(dict(sums) if self.world.leads_owners else None)
+        return merge_sums([part for part in told if part is not None])
 
     def _gradients_finite(self) -> bool:
         """Of everything this rank holds: a norm leaves out the copies of other TP ranks."""
@@ -197,7 +234,7 @@ class Trainer:
         )
 
     def _refusal(self, loss: float, norm: float, weighted: bool) -> str | None:
-        """Why no rank may step, the same on every rank, or None. Counts refusals."""
+        """Why no rank can step, the same on every rank, or None. Counts refusals."""
         faults = {
             f"loss {loss}": math.isfinite(loss),
             "gradients": self._gradients_finite(),
@@ -213,14 +250,13 @@ class Trainer:
             if self._skipped_in_a_row >= self.section.max_skipped_steps:
                 raise TooManySkippedSteps(
                     f"{self._skipped_in_a_row} steps in a row were refused (step {self.steps + 1}; "
-                    f"{reason}); lower actor.lr, or look at rewards and advantages; "
-                    "actor.max_skipped_steps is the limit"
+                    f"{reason}); lower {self.role}.lr, or look at rewards and advantages; "
+                    f"{self.role}.max_skipped_steps is the limit"
                 )
             return reason
         if not any(weighted for _, weighted in reports):
             self.empty_minibatches += 1
             return "empty minibatch: no token has a weight"
-        self._skipped_in_a_row = 0
         return None
 
     def step(self, lr: float, norm: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.mem_cache.pool_host import common
 from torch.nn.functional import linear, silu
 
 
@@ -43,3 +44,14 @@ def local_experts(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) ->
 
 
 local_experts.__wrapped__ = fused_moe_native.moe_forward_native
+
+
+def host_memory(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    """Replaces `alloc_with_host_register` on a CPU, where there is no CUDA to register memory with.
+
+    SGLang keeps there to which experts it sent each token of its cache (`RoutedExpertsCapturer`).
+    """
+    return torch.empty(dims, dtype=dtype)
+
+
+host_memory.__wrapped__ = common.alloc_with_host_register

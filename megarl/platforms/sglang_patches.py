@@ -21,13 +21,14 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.moe import fused_moe_native
 from sglang.srt.managers import scheduler as scheduling
 from sglang.srt.managers import tp_worker
+from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.model_executor import model_runner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch.nn.functional import log_softmax
 
 from megarl.platforms import sglang_latent
 from megarl.platforms.sglang_attention import BatchedAttention
-from megarl.platforms.sglang_experts import local_experts
+from megarl.platforms.sglang_experts import host_memory, local_experts
 
 SAMPLING_BACKEND = "pytorch"
 """The registry entry `SeededSampler` takes over; SGLang forces this name on CPU."""
@@ -42,6 +43,7 @@ def install() -> None:
         attention_registry.ATTENTION_BACKENDS[CPU_ATTENTION_BACKEND] = BatchedAttention
         model_runner.adjust_config_with_unaligned_cpu_tp = _sizes_as_written
         fused_moe_native.moe_forward_native = local_experts
+        common.ALLOC_MEMORY_FUNCS["cpu"] = host_memory
         sglang_latent.install(CPU_ATTENTION_BACKEND)
     if SamplingBatchInfo.from_schedule_batch.__func__ is _STOCK_FROM_SCHEDULE_BATCH:
         SamplingBatchInfo.from_schedule_batch = classmethod(_with_request_seeds)

@@ -22,12 +22,15 @@ class Collected:
         sampling: SamplingContract,
         eos_ids: frozenset[int],
         on_completion: Callable[[Sample], None] | None,
+        experts: bool = False,
     ) -> None:
+        """`experts`: every sample must come with those of its tokens."""
         self.requests = requests
         self.started = 0.0
         self._sampling = sampling
         self._eos_ids = eos_ids
         self._on_completion = on_completion
+        self._experts = experts
         self._samples: dict[int, Sample] = {}
         self._reasons: dict[int, tuple[LostReason, str]] = {}
 
@@ -66,10 +69,23 @@ class Collected:
             seed=request.seed,
             started=self.started,
             finished=time.time(),
+            experts=self._experts_of(finished, len(request.prompt_ids) + len(ids) - 1),
         )
         self._samples[row] = sample
         if self._on_completion is not None:
             self._on_completion(sample)
+
+    def _experts_of(self, finished: engine.Req, read: int) -> np.ndarray:
+        """int16 [read tokens, layers, k] flat; empty where nobody asked."""
+        if not self._experts:
+            return np.zeros(0, np.int16)
+        told = finished.routed_experts
+        if told is None or len(told) != read:
+            raise RuntimeError(
+                f"{named(self.requests[int(finished.rid)])}: SGLang read {read} tokens and told "
+                f"the experts of {'none' if told is None else len(told)}"
+            )
+        return told.numpy().astype(np.int16).ravel()
 
     def losses(self) -> list[Loss]:
         """What is missing, in the order of the requests."""

@@ -86,13 +86,15 @@ class Generator:
         section: Any,
         seed: int,
         device: torch.device,
+        experts: bool = False,
     ) -> None:
         """Load `folder` (an HF checkpoint) and allocate the key-value cache. Collective.
 
         `section` is the recipe's rollout section: tp, ep, dtype, attention_backend,
         max_total_tokens, max_running_requests, chunked_prefill_tokens, retries, release. The
         default process group must exist and have `mesh.world` ranks. No random generator of this
-        process changes. Raises `ValueError` when the sizes asked for cannot be had, and where the
+        process changes. `experts`: samples tell to which experts their tokens went, of a model with
+        experts. Raises `ValueError` when the sizes asked for cannot be had, and where the
         model does not divide by tp and ep.
         """
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -100,6 +102,7 @@ class Generator:
         self.active: PolicyVersion | None = None
         self.replica = mesh.replica(rank)
         self._section = section
+        self._experts = experts
         self._device = device
         self._closed = False
         self._platform = platform_of(device.type)
@@ -107,7 +110,7 @@ class Generator:
         """What has no memory now, by SGLang's names."""
         with engine.preserved_rng(device):
             self._scheduler = engine.build_scheduler(
-                Path(folder), mesh.rollout_tp, section, seed, device
+                Path(folder), mesh.rollout_tp, section, seed, device, experts
             )
         config = self._scheduler.model_config
         self.eos_ids = frozenset(config.hf_eos_token_id or ())
@@ -210,7 +213,7 @@ class Generator:
         """
         self._check_version(version)
         self._check_requests(requests, sampling)
-        collected = Collected(requests, sampling, self.eos_ids, on_completion)
+        collected = Collected(requests, sampling, self.eos_ids, on_completion, self._experts)
         with engine.preserved_rng(self._device):
             for _ in range(1 + self._section.retries):
                 # One canonical order on all ranks of the replica: they must step together.
@@ -219,7 +222,12 @@ class Generator:
                     break
                 collected.started = time.time()
                 self._scheduler.drive(
-                    [engine.engine_request(str(row), requests[row], sampling) for row in missing],
+                    [
+                        engine.engine_request(
+                            str(row), requests[row], sampling, experts=self._experts
+                        )
+                        for row in missing
+                    ],
                     collected.accept,
                     [str(row) for row in missing if row in aborted],
                 )

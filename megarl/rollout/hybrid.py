@@ -20,7 +20,7 @@ from megarl.contracts.states import Journal, State
 from megarl.contracts.version import PolicyVersion, WeightManifest
 from megarl.experience.versions import VersionLog
 from megarl.observe.timeline import Stopwatch
-from megarl.platforms.offload import OptimizerOffload
+from megarl.platforms.offload import Offload
 from megarl.reshard.transfer import Resharder, TransferStats
 from megarl.rollout.generator import Generator
 from megarl.world import World
@@ -35,12 +35,14 @@ class HybridEngine:
     generator: Generator
     resharder: Resharder
     stopwatch: Stopwatch
-    offload: OptimizerOffload | None = None
-    """Keeps the optimizer state in host memory outside of training, or None."""
+    offload: Offload | None = None
+    """Keeps optimizer states in host memory outside of training, or None."""
     versions: VersionLog = field(default_factory=lambda: VersionLog(None))
     """Where every hand-over is written down; by default nowhere."""
     verify_every: int = 1
     """Of the versions handed over, the first and every so many-th are read back and compared."""
+    frozen: Offload | None = None
+    """Keeps the reference's weights in host memory outside of scoring, or None."""
     transferred: TransferStats | None = field(default=None, init=False)
     """What the last hand-over moved."""
     _handed_over: int = field(default=0, init=False)
@@ -112,7 +114,7 @@ class HybridEngine:
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Forwards without updates: log-probs of the actor and the reference, values."""
-        with self._in("scoring"):
+        with self._in("scoring"), _at_hand(self.frozen):
             yield
 
     @contextmanager
@@ -138,7 +140,10 @@ class TrainingOnly:
     """Stands where `HybridEngine` stands in a run that generates nothing."""
 
     read_manifest: Callable[[], WeightManifest]
-    offload: OptimizerOffload | None = None
+    offload: Offload | None = None
+    """As `HybridEngine.offload`."""
+    frozen: Offload | None = None
+    """As `HybridEngine.frozen`."""
 
     def manifest(self) -> WeightManifest:
         """The actor's weights as they are, every copy of them compared. Collective."""
@@ -146,8 +151,9 @@ class TrainingOnly:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Forwards without updates; the optimizer state stays out."""
-        yield
+        """Forwards without updates; optimizer states stay out."""
+        with _at_hand(self.frozen):
+            yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -157,3 +163,13 @@ class TrainingOnly:
         yield
         if self.offload is not None:
             self.offload.out()
+
+
+@contextmanager
+def _at_hand(part: Offload | None) -> Iterator[None]:
+    """`part` on the device; behind it in host memory. Where something is raised it stays."""
+    if part is not None:
+        part.back()
+    yield
+    if part is not None:
+        part.out()

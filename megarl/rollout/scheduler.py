@@ -185,12 +185,13 @@ class InProcessScheduler(scheduling.Scheduler):
 
 
 def build_scheduler(
-    folder: Path, tp: int, section: Any, seed: int, device: torch.device
+    folder: Path, tp: int, section: Any, seed: int, device: torch.device, experts: bool = False
 ) -> InProcessScheduler:
     """A scheduler on this rank's block of `tp` ranks of the default process group.
 
     Collective over the whole world. `section` is the recipe's rollout section; all sizes come
     from it, none from free memory, so that batches and bits do not vary between machines.
+    `experts`: keep to which experts tokens go, for requests that ask for it.
     """
     sglang_patches.install()
     platform = platform_of(device.type)
@@ -208,6 +209,7 @@ def build_scheduler(
         max_running_requests=section.max_running_requests,
         chunked_prefill_size=section.chunked_prefill_tokens,
         disable_overlap_schedule=True,
+        enable_return_routed_experts=experts,
         random_seed=seed % 2**31,
         log_level="error",
         **platform.engine_arguments(section),
@@ -241,11 +243,16 @@ def destroy_scheduler() -> None:
 
 
 def engine_request(
-    name: str, request: Request, sampling: SamplingContract, of_prompt: bool = False
+    name: str,
+    request: Request,
+    sampling: SamplingContract,
+    of_prompt: bool = False,
+    experts: bool = False,
 ) -> TokenizedGenerateReqInput:
     """SGLang's form of `request`, with log-probs of its output tokens, and of its prompt's.
 
     The prompt's are at temperature 1 and taken from the weights: no cached prefix is used.
+    `experts`: also to which experts its tokens went, those of a cached prefix too.
     """
     parameters = SamplingParams(
         max_new_tokens=sampling.max_response_tokens,
@@ -267,6 +274,7 @@ def engine_request(
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        return_routed_experts=experts,
     )
 
 

@@ -45,16 +45,18 @@ def train_once(
     pp: int = 1,
     mesh: dict[str, Any] | None = None,
     padding: int | None = None,
+    samples: Samples | None = None,
     **section: Any,
 ) -> dict[str, Any]:
     """Scores, one update and scores after it, of one layout; the same dictionary on every rank."""
     from megarl.models.build import destroy_mesh
 
     world = make_world(tp, pp, **mesh or {})
-    samples = make_samples(5, 12)
+    samples = make_samples(5, 12) if samples is None else samples
     actor = make_actor(folder, world, **section)
     (packs,) = actor.padded([local_packs(samples, world.mesh, world.rank, budget, padding)])
-    before = actor.log_probs(packs)
+    with actor.counting_experts([len(packs)]) as router:
+        before = actor.log_probs(packs)
     kept: list[Tensor] = []
 
     def loss(scores: Any, batch: Any) -> tuple[Tensor, dict]:
@@ -71,7 +73,7 @@ def train_once(
         step(lr, norm)
 
     actor.trainer.step = step_after_a_look
-    result = actor.update(batches, loss)
+    result = actor.update(batches, loss, router=router[0] if router else None)
     told |= {
         "log_probs": merged(actor, packs, [s.log_probs_A for s in before], samples),
         "entropy": merged(actor, packs, [s.entropy_A for s in before], samples),
@@ -79,6 +81,7 @@ def train_once(
         "result": result,
         "loss": sum(world.gather(result.loss if world.leads_owners else 0.0)),
         "packs": len(packs),
+        "sums": [sums for sums in world.gather(result.sums) if sums][:: world.mesh.tp],
         "weights": gather_logical(actor, actor.named_parameters()),
     }
     after = [policy_gradient(s, b)[0] for s, b in zip(actor.log_probs(packs), batches, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.samples import EndReason, Sample, Samples
-from megarl.data.packing import MicroBatch, Pack, build_pack, pad_pack, plan_packs
+from megarl.data.pack import MicroBatch, Pack, ValueBatch
+from megarl.data.packing import build_pack, pad_pack, plan_packs
 from megarl.reshard.families.spec import ModelSpec
 from megarl.world import World
 from tests.models.shapes import EXPERTS, NAMES
@@ -140,6 +142,24 @@ def micro_batch(pack: Pack, samples: Samples, scale: float = 1.0) -> MicroBatch:
     )
 
 
+def value_batch(pack: Pack, samples: Samples) -> ValueBatch:
+    """Returns vary with the token; Σ weights over all samples is 1."""
+    place = torch.from_numpy(np.asarray(pack.response_A)).float()
+    return ValueBatch(
+        pack=pack,
+        values_A=torch.zeros(len(place)),
+        returns_A=torch.sin(place),
+        weights_A=torch.full((len(place),), 1.0 / len(samples.response_ids)),
+    )
+
+
+def squares(values_A: torch.Tensor, batch: ValueBatch) -> tuple[torch.Tensor, dict]:
+    """½ Σ w (V − R)²."""
+    error = values_A - batch.returns_A
+    loss = 0.5 * (batch.weights_A * error.square()).sum()
+    return loss, {"value_loss": loss, "tokens": torch.tensor(float(len(values_A)))}
+
+
 def policy_gradient(scores: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict]:
     """−Σ w A log π − 0.01 Σ w H: uses both outputs, linear in them."""
     pg = -(batch.weights_A * batch.advantages_A * scores.log_probs_A).sum()
@@ -168,6 +188,9 @@ def actor_section(**changes: Any) -> SimpleNamespace:
         "recompute": "none",
         "sequence_parallel": False,
         "max_skipped_steps": 3,
+        "router": "trained",
+        "router_aux_loss": 0.0,
+        "replay_routing": False,
     }
     return SimpleNamespace(**values | changes)
 
@@ -194,6 +217,19 @@ def make_actor(
         temperature,
         total_steps=10,
     )
+
+
+def make_critic(
+    folder: Path, world: World, *, actor: ModelSpec | None = None, dtype: str = "float32", **section
+):
+    """Of `folder` as it is, or a causal LM with a fresh head; `actor`: the spec it has to suit."""
+    from megarl.models.critic_spec import critic_spec
+    from megarl.models.roles import Critic
+    from megarl.reshard.families import read_spec
+
+    spec, fresh = critic_spec(folder, actor or read_spec(folder))
+    numbers = SimpleNamespace(dtype=dtype)
+    return Critic(spec, folder, world, numbers, actor_section(**section), 0.8, 10, fresh_head=fresh)
 
 
 def full_gradients(actor: Any) -> dict[str, torch.Tensor]:
@@ -261,10 +297,12 @@ def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return float(difference / size if size > 0 else difference)
 
 
-def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
+def torch_step(
+    model: Any, section: SimpleNamespace, more: Callable[[Any, Samples], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """`policy_gradient` on `make_samples(5, 12)` by HF's model and torch's AdamW, one step: loss,
     norm, gradients and weights (HF names, matrices), loss and log-probs [R] before and after.
-    The model is left as it is after the step.
+    The model is left as it is after the step. `more` is added to the loss that is stepped on.
     """
     samples = make_samples(5, 12)
     place = torch.arange(len(samples.response_ids)).float()
@@ -274,6 +312,8 @@ def torch_step(model: Any, section: SimpleNamespace) -> dict[str, Any]:
         return -(torch.sin(place) * log_probs).mean() - 0.01 * entropy.mean(), log_probs
 
     first, log_probs = loss()
+    if more is not None:
+        first = first + more(model, samples)
     first.backward()
     params = dict(model.named_parameters())
     state = model.state_dict(keep_vars=True)

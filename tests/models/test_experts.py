@@ -179,7 +179,7 @@ def _router() -> list[list[list[float]]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megarl.models.build import destroy_mesh, initialize_mesh
-    from megarl.models.layers import Router
+    from megarl.models.routers import Router
 
     initialize_mesh(make_world(1).mesh)
     assert parallel_state.model_parallel_is_initialized()
@@ -190,6 +190,7 @@ def _router() -> list[list[list[float]]]:
         num_moe_experts=4,
         moe_router_topk=2,
         moe_ffn_hidden_size=4,
+        moe_router_load_balancing_type="none",
         add_bias_linear=False,
         perform_initialization=False,
     )
@@ -243,7 +244,7 @@ def _refusals(folder: Path) -> list[str]:
     spec, world = read_spec(folder), make_world(1, ep=2)
     actor = make_actor(folder, world)
     samples = make_samples(5, 12)
-    packs = local_packs(samples, world.mesh, world.rank, 40)
+    packs = local_packs(samples, world.mesh, world.rank, 25)
     with pytest.raises(ValueError) as error:
         actor.log_probs(packs)
     told.append(str(error.value))

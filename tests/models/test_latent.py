@@ -139,6 +139,7 @@ def _routed() -> list[dict[str, Any]]:
         num_moe_experts=4,
         moe_router_topk=1,
         moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="none",
         moe_ffn_hidden_size=4,
         add_bias_linear=False,
         perform_initialization=False,

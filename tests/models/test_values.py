@@ -1,7 +1,6 @@
 """Models with a value head: values and gradients against HF's token and sequence classification.
 
-Losses of values are not this package's business: any differentiable one will do here.
-Not covered: GPU.
+Not covered: GPU, the loss of values (`tests/algorithms`).
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from tests.models.support import (
     full_gradients,
     local_packs,
     make_actor,
+    make_critic,
     make_samples,
     make_world,
-    micro_batch,
     relative,
+    squares,
+    value_batch,
     write_hf_model,
 )
 
@@ -32,87 +33,122 @@ pytestmark = pytest.mark.dist
 TASKS = {"TokenClassification": "qwen2", "SequenceClassification": "qwen3"}  # with a bias, without
 LAYOUTS = {  # name → (ranks, tp, pp, mesh, sequence parallel)
     "one": (1, 1, 1, {}, False),
+    "dp2": (2, 1, 1, {}, False),
     "tp2": (2, 2, 1, {}, False),
     "sp tp2": (2, 2, 1, {}, True),
     "pp2": (2, 1, 2, {}, False),
     "virtual": (2, 1, 2, {"virtual": 2}, False),
 }
+EXPERT_LAYOUTS = {
+    "ep2": (2, 1, 1, {"ep": 2}, False),
+    "sp tp2": (2, 2, 1, {}, True),
+    "ep2 pp2": (4, 1, 2, {"ep": 2}, False),
+}
 
 
-def _squares(values_A: Tensor, batch: Any) -> tuple[Tensor, dict]:
-    """½ Σ w (V − A)², the advantages standing in for returns."""
-    error = values_A - batch.advantages_A
-    return 0.5 * (batch.weights_A * error.square()).sum(), {}
-
-
-def _values_of(model: Any, samples: Samples) -> Tensor:
-    """[R], one HF forward per sample: the head at the position before each response token."""
-    found = []
+def values_of(model: Any, samples: Samples) -> tuple[Tensor, Tensor]:
+    """([R], [N]), one HF forward per sample: the head at the position before each response token,
+    and at the last token."""
+    found, last = [], []
     for sample in samples:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
-        hidden = model.model(ids[None]).last_hidden_state[0]
-        found.append(model.score(hidden)[len(sample.prompt_ids) - 1 : -1, 0])
-    return torch.cat(found)
+        values = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
+        found.append(values[len(sample.prompt_ids) - 1 : -1])
+        last.append(values[-1:])
+    return torch.cat(found), torch.cat(last)
+
+
+def _expected(folder: Path, family: str, task: str, **numbers: Any) -> tuple:
+    model = write_hf_model(folder, family, task=task, **numbers)
+    samples = make_samples(5, 12)
+    values, last = values_of(model, samples)
+    target = torch.sin(torch.arange(len(values)).float())
+    (0.5 * (values - target).square().mean()).backward()
+    grads = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+    }
+    return folder, values.detach(), last.detach(), as_stored(model, grads)
 
 
 @pytest.fixture(scope="module", params=list(TASKS))
-def critic(request, tmp_path_factory) -> tuple[Path, Tensor, dict[str, Tensor]]:
+def critic(request, tmp_path_factory) -> tuple:
     folder = tmp_path_factory.mktemp(request.param)
-    model = write_hf_model(
-        folder, TASKS[request.param], task=request.param, num_hidden_layers=4, head_dim=16
-    )
-    samples = make_samples(5, 12)
-    values = _values_of(model, samples)
-    target = torch.sin(torch.arange(len(values)).float())
-    (0.5 * (values - target).square().mean()).backward()
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    return folder, values.detach(), as_stored(model, grads)
+    return _expected(folder, TASKS[request.param], request.param, num_hidden_layers=4, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def expert_critic(tmp_path_factory) -> tuple:
+    return _expected(tmp_path_factory.mktemp("experts"), "qwen3_moe", "TokenClassification")
 
 
 def _update(folder: Path, tp: int, pp: int, mesh: dict, parallel: bool) -> dict[str, Any]:
     from megarl.models.build import destroy_mesh
 
     world, samples = make_world(tp, pp, **mesh), make_samples(5, 12)
-    actor = make_actor(folder, world, sequence_parallel=parallel, distributed_optimizer=False)
-    (packs,) = actor.padded([local_packs(samples, world.mesh, world.rank, 40)])
-    values = actor.values(packs)
-    told: dict[str, Any] = {"values": merged(actor, packs, values, samples)}
+    critic = make_critic(folder, world, sequence_parallel=parallel, distributed_optimizer=False)
+    (packs,) = critic.padded([local_packs(samples, world.mesh, world.rank, 40)])
+    values = critic.values(packs)
+    told: dict[str, Any] = {
+        "values": merged(critic, packs, [each.values_A for each in values], samples)
+    }
+    told["last"] = {
+        row: last
+        for pack, each in zip(packs, values, strict=True)
+        for row, last in zip(pack.rows.tolist(), each.last_S.tolist(), strict=True)
+    }
     kept: list[Tensor] = []
 
     def loss(values_A: Tensor, batch: Any) -> tuple[Tensor, dict]:
         kept.append(values_A.detach().clone())
-        return _squares(values_A, batch)
+        return squares(values_A, batch)
 
-    step = actor.trainer.step
+    step = critic.trainer.step
 
     def step_after_a_look(lr: float, norm: float) -> None:
-        told["gradients"] = full_gradients(actor)
+        told["gradients"] = full_gradients(critic)
         step(lr, norm)
 
-    actor.trainer.step = step_after_a_look
-    told["result"] = actor.update([micro_batch(pack, samples) for pack in packs], loss)
-    told["in_update"] = merged(actor, packs if kept else [], kept, samples)
+    critic.trainer.step = step_after_a_look
+    told["result"] = critic.update([value_batch(pack, samples) for pack in packs], loss)
+    told["in_update"] = merged(critic, packs if kept else [], kept, samples)
     with pytest.raises(ValueError) as error:
-        actor.log_probs(packs)
+        critic.log_probs(packs)
     told["refusal"] = str(error.value)
     destroy_mesh()
     return told
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
-def test_values_and_gradients_are_those_of_transformers(ranks, critic, name: str) -> None:
-    folder, values, gradients = critic
-    assert values.std() > 0.1, "a constant proves little"
-    world, *layout = LAYOUTS[name]
-    run = ranks.run(world, _update, folder, *layout)[0]
+def _check(ranks, expected: tuple, layout: tuple) -> None:
+    folder, values, last, gradients = expected
+    assert values.std() > 0.1 and last.std() > 0.1, "a constant proves little"
+    world, *layout = layout
+    runs = ranks.run(world, _update, folder, *layout)
+    run = runs[0]
     assert (run["values"] - values).abs().max() <= 3e-5
     assert torch.equal(run["values"], run["in_update"])
+    told: dict[int, float] = {}
+    for each in runs:
+        for row, value in each["last"].items():
+            assert told.setdefault(row, value) == value, "ranks of one part differ"
+    assert sorted(told) == list(range(len(last)))
+    assert max(abs(told[row] - float(value)) for row, value in enumerate(last)) <= 3e-5
     assert run["gradients"].keys() == gradients.keys()
     for tensor, gradient in gradients.items():
         assert relative({tensor: run["gradients"][tensor]}, {tensor: gradient}) <= 1e-5, tensor
     everything = torch.cat([gradient.flatten() for gradient in gradients.values()])
     assert run["result"].grad_norm == pytest.approx(float(everything.norm()), rel=1e-5)
     assert "no log-probabilities" in run["refusal"]
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_values_and_gradients_are_those_of_transformers(ranks, critic, name: str) -> None:
+    _check(ranks, critic, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", list(EXPERT_LAYOUTS))
+def test_and_of_experts(ranks, expert_critic, name: str) -> None:
+    _check(ranks, expert_critic, EXPERT_LAYOUTS[name])
 
 
 def _no_values(folder: Path) -> str:
