@@ -1,10 +1,12 @@
 """Which checkpoints of a run are whole, and how one becomes so. Plain Python: imports no torch.
 
-    checkpoints/iter_000010/    the position after 10 iterations: actor/, reference/, position.json
+    checkpoints/iter_000010/    the position after 10 iterations: actor/, position.json, and critic/
+                                and reference/ where the position tells of them
         COMMIT.json             written last, on the disk with all that it lists before it counts
 
-A folder without `COMMIT.json`, or one whose files are not those that it lists, is not whole: it is
-reported and never resumed from. Tensor files are held to their sizes, all others to their hashes.
+A folder without `COMMIT.json`, or one whose files are not those that it lists, or that lists none
+of a role that its position tells of, is not whole: it is reported and never resumed from. Tensor
+files are held to their sizes, all others to their hashes.
 What was never committed is removed by the next start; what was committed and is damaged stays for a
 person to look at.
 """
@@ -16,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,8 @@ POSITION_FILE = "position.json"
 TENSORS_SUFFIX = ".distcp"
 """Of the files that tensors lie in. They are large, and loading them proves every tensor."""
 FORMAT = 1
+ROLES = ("actor", "reference", "critic")
+"""Keys of a position, and folders with the tensors of those that it tells of."""
 _NAME = re.compile(r"iter_(\d{6,})")
 SPARE_BYTES = 16 * 2**20
 """Left free for the run's own records while a checkpoint is written."""
@@ -79,8 +83,8 @@ def checkpoint_folders(run_folder: Path) -> list[tuple[int, Path]]:
 
 def read_commit(folder: Path) -> Commit:
     """Raises `CheckpointError`: not committed, another format, a file that is missing or has
-    another size or, where it holds no tensors, another hash; a folder named as another
-    iteration's."""
+    another size or, where it holds no tensors, another hash; nothing of a role that the position
+    tells of; a folder named as another iteration's."""
     path = folder / COMMIT_FILE
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -110,6 +114,11 @@ def read_commit(folder: Path) -> Commit:
     if POSITION_FILE not in commit.files:
         raise CheckpointError(f"{path}: lists no {POSITION_FILE}")
     _check_hashes(folder, commit.hashes | {POSITION_FILE: commit.position_hash})
+    try:
+        _check_roles(folder, commit.files)
+    except (OSError, ValueError, AttributeError) as error:
+        where = folder / POSITION_FILE
+        raise CheckpointError(f"{where}: not readable: {type(error).__name__}: {error}") from error
     named = _NAME.fullmatch(folder.name)
     if named and int(named[1]) != commit.iteration:
         raise CheckpointError(f"{folder}: {COMMIT_FILE} is of iteration {commit.iteration}")
@@ -125,6 +134,16 @@ def _check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
             raise CheckpointError(f"{folder / name}: not readable: {error}") from error
         if not same:
             raise CheckpointError(f"{folder / name}: not the one that was committed")
+
+
+def _check_roles(folder: Path, files: Iterable[str]) -> None:
+    """Raises `CheckpointError` where the position tells of a role of which there is no file, and
+    `OSError`; `ValueError` and `AttributeError` for what is no position."""
+    told = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
+    there = {name.partition("/")[0] for name in files}
+    for role in ROLES:
+        if told.get(role) is not None and role not in there:
+            raise CheckpointError(f"{folder / role}: missing, {POSITION_FILE} tells of the {role}")
 
 
 def whole_checkpoints(run_folder: Path) -> tuple[list[Commit], list[str]]:
@@ -169,7 +188,8 @@ def find_checkpoint(path: Path) -> Commit:
 def commit_folder(folder: Path, run_id: str, iteration: int, version: str) -> Commit:
     """Make `folder` whole: everything in it is on the disk, then `COMMIT.json` is.
 
-    The ranks have synced the tensors they wrote. Raises `OSError`.
+    The ranks have synced the tensors they wrote. Raises `OSError`, and `CheckpointError` where
+    there is nothing of a role that the position tells of.
     """
     files, hashes = {}, {}
     for path in _files(folder):
@@ -179,6 +199,7 @@ def commit_folder(folder: Path, run_id: str, iteration: int, version: str) -> Co
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
             hashes[name] = file_hash(path)
+    _check_roles(folder, files)
     for inner in {path.parent for path in _files(folder)} | {folder}:
         sync_folder(inner)
     commit = Commit(

@@ -23,7 +23,7 @@ from megarl.checkpoint.safetensors_folder import (
 )
 from megarl.reshard.digest import Digester, block_digest
 from megarl.reshard.exchange import Exchange
-from megarl.reshard.families import FolderError, ModelSpec
+from megarl.reshard.families import FolderError, ModelSpec, family_rules
 from megarl.reshard.layout import hf_placement
 from megarl.reshard.matrix import as_matrix, held_as, window
 from megarl.reshard.placement import LogicalTensor, Piece, Placement
@@ -36,12 +36,19 @@ STREAM_BYTES = 64 << 20
 
 
 def load_shards(
-    folder: Path, placement: Placement, rank: int, params: Mapping[str, Tensor], dtype: torch.dtype
+    folder: Path,
+    placement: Placement,
+    rank: int,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    body: ModelSpec | None = None,
 ) -> None:
     """Fill this rank's parameters from the HF folder, reading only the slices it holds.
 
     `params`: every parameter of `placement.params[rank]`, of `dtype`, written in place; a stored
-    tensor of another float dtype is cast. Padding becomes zero. Not collective.
+    tensor of another float dtype is cast. Padding becomes zero. `body`: the model that the folder
+    holds, where it has another head than the placement's: what only that one has is checked and
+    left out, what only the placement has, its head, becomes zero. Not collective.
     Raises `FolderError` before anything is written, naming file and tensor: missing, unexpected,
     of another shape or not a float; a shard that is missing or truncated; parameters that differ
     from the placement's.
@@ -49,18 +56,25 @@ def load_shards(
     faults = param_faults(placement, rank, params, dtype)
     if faults:
         raise FolderError("; ".join(faults[:3]))
-    stored = _checked(Path(folder), placement)
+    shapes = {name: tuple(tensor.shape) for name, tensor in placement.tensors.items()}
+    if body is not None:
+        shapes = {rule.hf: rule.shape for rule in family_rules(body)}
+    stored = _checked(Path(folder), shapes)
     with torch.no_grad(), ExitStack() as stack:
         opened = {
             path: stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             for path in sorted({tensor.path for tensor in stored.values()})
         }
-        if OUTPUT in stored and OUTPUT not in placement.tensors:
+        if OUTPUT in stored and OUTPUT not in shapes:
             _refuse_other_output(stored, opened, placement.pieces[rank])
         for piece in placement.pieces[rank]:
-            block = _read(stored[piece.tensor], opened, piece)
             box = (piece.param_row, piece.param_col, piece.rows, piece.cols)
-            window(params[piece.param], *box).copy_(block.view(piece.rows, piece.cols))
+            target = window(params[piece.param], *box)
+            if piece.tensor in shapes:
+                block = _read(stored[piece.tensor], opened, piece)
+                target.copy_(block.view(piece.rows, piece.cols))
+            else:
+                target.zero_()
         for pad in placement.padding[rank]:
             window(params[pad.param], *pad[1:]).zero_()
 
@@ -147,22 +161,20 @@ def _groups(tensors: list[LogicalTensor], most: int) -> Iterator[list[LogicalTen
         yield group
 
 
-def _checked(folder: Path, placement: Placement) -> dict[str, StoredTensor]:
+def _checked(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """What the folder holds, which must be tensors of these names and `shapes`."""
     stored = stored_tensors(folder)
-    tied = OUTPUT not in placement.tensors
+    tied = OUTPUT not in shapes
     for name, tensor in stored.items():
-        if name not in placement.tensors and not (
-            name.endswith(DERIVED_SUFFIX) or (tied and name == OUTPUT)
-        ):
+        if name not in shapes and not (name.endswith(DERIVED_SUFFIX) or (tied and name == OUTPUT)):
             raise FolderError(f"{tensor.path}: holds {name}, which the model does not have")
-    for name, logical in placement.tensors.items():
+    for name, shape in shapes.items():
         if name not in stored:
             raise FolderError(f"{folder}: no file holds {name}")
         tensor = stored[name]
-        if tensor.shape != tuple(logical.shape):
+        if tensor.shape != shape:
             raise FolderError(
-                f"{tensor.path}: {name} is {list(tensor.shape)}, "
-                f"config.json makes it {list(logical.shape)}"
+                f"{tensor.path}: {name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
             )
         if tensor.dtype not in DTYPES:
             raise FolderError(

@@ -28,6 +28,8 @@ HF_NAMES = {
     "value_bias": "value_bias",
 }
 """Number of a `ModelSpec` → what config.json calls it, or megarl where it does not say it."""
+HEAD_NAMES = ("head", "value_bias", "tie_word_embeddings")
+"""Those of them that tell of what stands on the last hidden states."""
 MOE_NAMES = {
     "experts": "num_experts",
     "per_token": "num_experts_per_tok",
@@ -106,7 +108,17 @@ def _told(
 def model_differences(stored: Mapping[str, Any], model_folder: Path) -> dict[str, tuple[Any, Any]]:
     """Number → (the position's, the model folder's), where they differ. Empty where the position
     tells none, or config.json differs in what megarl does not read. Raises `FolderError`."""
-    mine = numbers_of(read_spec(model_folder))
+    return _differences(stored, numbers_of(read_spec(model_folder)))
+
+
+def critic_differences(stored: Mapping[str, Any], folder: Path) -> dict[str, tuple[Any, Any]]:
+    """As `model_differences`, of a critic that begins from `folder`: its body's numbers. The head
+    may be one that the folder does not have."""
+    mine = numbers_of(read_spec(folder))
+    return _differences(stored, {name: mine[name] for name in mine if name not in HEAD_NAMES})
+
+
+def _differences(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {
         name: (stored[name], value)
         for name, value in mine.items()
@@ -122,14 +134,17 @@ def as_words(differences: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
     return before, now
 
 
-def misfit(differences: Mapping[str, tuple[Any, Any]], model_folder: Path) -> str | None:
-    """Why no permission lets the tensors into the model at hand; None where they fit."""
+def misfit(
+    differences: Mapping[str, tuple[Any, Any]], model_folder: Path, role: str = "model"
+) -> str | None:
+    """Why no permission lets the tensors into the model at hand; None where they fit. `role`: the
+    recipe's section that names the folder."""
     shapes = {name: pair for name, pair in differences.items() if name not in SHAPELESS}
     if not shapes:
         return None
     before, now = as_words(shapes)
     return (
-        f"model was {before}, is {now} ({model_folder}): the checkpoint's tensors have other "
-        "shapes; set model.path to a model of the checkpoint's shape, or run.name=… to begin a "
+        f"{role} was {before}, is {now} ({model_folder}): the checkpoint's tensors have other "
+        f"shapes; set {role}.path to a model of the checkpoint's shape, or run.name=… to begin a "
         "run of its own with this one"
     )

@@ -19,6 +19,8 @@ from megarl.experience.columns import write_whole
 from megarl.experience.versions import manifest_of, tensor_lines
 
 FORMAT = 1
+ADAM = "adam_steps"
+"""The optimizer's own count, beside the trainer's."""
 NONE = "none"
 """Told of a contract that there is not."""
 
@@ -53,6 +55,17 @@ class RolePosition:
 
 
 @dataclass(frozen=True)
+class LearnerPosition:
+    """Where the training of one role stands."""
+
+    trainer: dict[str, int]
+    """Steps taken, refused and empty, refused in a row, and Adam's own count."""
+    tensor_digests: dict[str, str]
+    """Of every logical tensor of its weights in its own dtype and of its optimizer's state, as
+    `weights/NAME`, `exp_avg/NAME`, …, in hex."""
+
+
+@dataclass(frozen=True)
 class Position:
     """Where a run stands between two iterations."""
 
@@ -62,21 +75,22 @@ class Position:
     actor: RolePosition
     reference: RolePosition | None
     reference_refreshed_at: int
-    """The iteration whose weights the reference has; 0 for the model folder's."""
+    """The iteration whose weights the reference has; 0 for those of the folder that the recipe
+    declares."""
     attempt: int
     """The run's `update_attempt`."""
     trainer: dict[str, int]
-    """Steps taken, refused and empty, refused in a row, and Adam's own count."""
+    """The actor's, as `LearnerPosition.trainer`."""
     tensor_digests: dict[str, str]
-    """Of every logical tensor of the actor's weights in its own dtype and of its optimizer's state,
-    as `weights/NAME`, `exp_avg/NAME`, …, in hex."""
+    """The actor's, as `LearnerPosition.tensor_digests`."""
     cursor: dict[str, Any]
     """What the prompt cursor has consumed, and of which data."""
     quarantine: dict[str, Any]
     best: dict[str, Any] | None
     """The best held-out accuracy that was exported."""
     contracts: dict[str, str]
-    """tokenizer (with chat template), model, data, eval_data, sampling, scorer → hash."""
+    """tokenizer (with chat template), model, critic, data, eval_data, sampling, scorer, algorithm
+    (functions of the recipe's own) → hash."""
     recipe: dict[str, Any]
     recipe_hash: str
     layout: dict[str, Any]
@@ -90,6 +104,16 @@ class Position:
     packages: dict[str, str]
     model: dict[str, Any] = field(default_factory=dict)
     """The numbers of its config.json that megarl reads (`model_fit.numbers_of`)."""
+    critic: RolePosition | None = None
+    """None where the run has none, as are the three below then empty."""
+    critic_trainer: dict[str, int] = field(default_factory=dict)
+    """As `trainer`, of the critic."""
+    critic_tensor_digests: dict[str, str] = field(default_factory=dict)
+    """As `tensor_digests`, of the critic."""
+    critic_model: dict[str, Any] = field(default_factory=dict)
+    """As `model`, of the critic."""
+    kl: dict[str, Any] = field(default_factory=dict)
+    """What β of the KL penalty goes on from (`KlController.state`); empty: from the recipe's."""
     dynamic_sampling: str = field(default=NO_LEFTOVERS)
     unconsumed_experience: str = field(default=NO_UNCONSUMED)
 
@@ -100,24 +124,33 @@ class Position:
             "format": FORMAT,
             "actor": self.actor.told(),
             "reference": None if self.reference is None else self.reference.told(),
+            "critic": None if self.critic is None else self.critic.told(),
         }
         text = json.dumps(told, indent=1, allow_nan=False) + "\n"
         write_whole(folder / POSITION_FILE, text.encode())
 
 
 def read_position(commit: Commit) -> Position:
-    """Raises `CheckpointError` naming the file and what is wrong in it."""
+    """Positions that were written without a critic's keys are those of a run without one.
+
+    Raises `CheckpointError` naming the file and what is wrong in it.
+    """
     path = commit.folder / POSITION_FILE
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told.pop("format") != FORMAT:
             raise CheckpointError(f"{path}: another format than {FORMAT}")
-        reference = told.pop("reference")
-        return Position(
+        reference, critic = told.pop("reference"), told.pop("critic", None)
+        position = Position(
             actor=RolePosition.of(told.pop("actor")),
             reference=None if reference is None else RolePosition.of(reference),
+            critic=None if critic is None else RolePosition.of(critic),
             **told,
         )
+        for name in ("critic_trainer", "critic_tensor_digests"):
+            if (position.critic is None) == bool(getattr(position, name)):
+                raise ValueError(f"critic and {name} do not belong together")
+        return position
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a position: {type(error).__name__}: {error}") from error
 

@@ -22,7 +22,7 @@ from megarl.checkpoint.commit import (
     read_commit,
     whole_checkpoints,
 )
-from megarl.checkpoint.model_fit import as_words, misfit, model_differences
+from megarl.checkpoint.model_fit import as_words, critic_differences, misfit, model_differences
 from megarl.checkpoint.place import check_place, own_entry
 from megarl.checkpoint.position import Position, contract_differences, read_position
 from megarl.checkpoint.records import check_records
@@ -38,7 +38,7 @@ FOLDER = "resumes"
 RESUME_FILE = "resume.json"
 AUTO, NEVER = "auto", "never"
 REUSE = "reuse_sealed"
-MODEL, RECORDS, TOKENIZER = "model", "records", "tokenizer"
+MODEL, CRITIC, RECORDS, TOKENIZER = "model", "critic", "records", "tokenizer"
 _ROWS = tuple(
     f"data.{key}"
     for key in (
@@ -56,6 +56,8 @@ EXPLAINED_BY = {
         *(f"rollout.{key}" for key in ("group_size", "temperature", "max_response_tokens")),
         *(f"rollout.{key}" for key in ("stop", "dtype", "attention_backend")),
     ),
+    "critic": ("algorithm.name",),
+    "algorithm": ("algorithm.advantage", "algorithm.objective"),
     "data": _ROWS,
     "eval_data": _ROWS,
 }
@@ -195,8 +197,8 @@ def contents(
     """Compare what the position was made with to what is loaded now. Rank 0's. Returns contract →
     (the position's hash, this start's) of all that differ, which is what was let through.
 
-    Raises `ResumeRefused` for another tokenizer, model, data set, sampling or scorer, and for
-    records that are not those of the checkpoint.
+    Raises `ResumeRefused` for another tokenizer, model, critic, data set, sampling, scorer or code
+    of the recipe's own functions, and for records that are not those of the checkpoint.
     """
     position = resume.position()
     if position is None:
@@ -207,13 +209,15 @@ def contents(
         for name, (old, new) in found.items()
         if not is_explained(name, resume.meant)
     }
+    model = Path(recipe.model.path)
     if MODEL in found:
-        model = Path(recipe.model.path)
-        numbers = model_differences(position.model, model)
-        if (why := misfit(numbers, model)) is not None:
-            raise ResumeRefused(f"{resume.checkpoint} does not fit: {why}")
-        if numbers:
-            differences[MODEL] = as_words(numbers)
+        _compare_numbers(
+            resume, MODEL, model_differences(position.model, model), model, differences
+        )
+    if CRITIC in found and position.critic is not None and CRITIC in mine:
+        folder = Path(recipe.critic.path or model)
+        numbers = critic_differences(position.critic_model, folder)
+        _compare_numbers(resume, CRITIC, numbers, folder, differences)
     if resume.own:
         broken = check_records(run_folder, position.records)
         for file, (old, new) in sorted(broken.items())[:1]:
@@ -221,6 +225,21 @@ def contents(
             differences[RECORDS] = (f"{file} of {old}", new + more)
     refuse(differences, recipe, read_commit(Path(resume.checkpoint)), run_folder)
     return found
+
+
+def _compare_numbers(
+    resume: Resume,
+    name: str,
+    numbers: Mapping[str, tuple[Any, Any]],
+    folder: Path,
+    differences: dict[str, tuple[Any, Any]],
+) -> None:
+    """Put words for `numbers`, in which a model parts, in the place of its hashes. Raises
+    `ResumeRefused` where no permission lets the tensors in."""
+    if (why := misfit(numbers, folder, name)) is not None:
+        raise ResumeRefused(f"{resume.checkpoint} does not fit: {why}")
+    if numbers:
+        differences[name] = as_words(numbers)
 
 
 def let_through(resume: Resume, differ: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -238,7 +257,8 @@ def let_through(resume: Resume, differ: Mapping[str, tuple[str, str]]) -> list[s
 
 def is_explained(name: str, meant: Iterable[str]) -> bool:
     """Whether that a contract differs follows from recipe keys that were allowed to."""
-    return any(key.startswith(prefix) for key in meant for prefix in EXPLAINED_BY.get(name, ()))
+    keys = EXPLAINED_BY.get(name, ())
+    return any(key == each or key.startswith(f"{each}.") for key in meant for each in keys)
 
 
 def _chosen(asked: str, folder: Path) -> tuple[Commit | None, bool]:

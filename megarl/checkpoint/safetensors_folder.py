@@ -182,11 +182,16 @@ class FolderWriter:
     """
 
     def __init__(
-        self, folder: Path, dtype: str | Mapping[str, str], most_file_bytes: int | None = None
+        self,
+        folder: Path,
+        dtype: str | Mapping[str, str],
+        most_file_bytes: int | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """`dtype`: safetensors' name for the dtype of every tensor, or of each; `most_file_bytes`:
-        weights beyond this go into another file (default: `MOST_FILE_BYTES`)."""
-        self.folder, self.dtype = folder, dtype
+        weights beyond this go into another file (default: `MOST_FILE_BYTES`); `config`: what
+        config.json says otherwise than the source's."""
+        self.folder, self.dtype, self.config = folder, dtype, config
         self.most = MOST_FILE_BYTES if most_file_bytes is None else most_file_bytes
         self.partial = folder.with_name(f".{folder.name}.partial")
         self.error = ""
@@ -317,11 +322,12 @@ class FolderWriter:
             dtype = self._dtype(name)
             elements[dtype] = elements.get(dtype, 0) + prod(shape)
         most = max(elements, key=elements.__getitem__)
-        return config_text(source, DTYPES[most])
+        return config_text(source, DTYPES[most], self.config)
 
 
-def config_text(source: Path, dtype: str) -> str:
-    """The config.json of the folder `source`, with weights of `dtype`, torch's name."""
-    config = read_config(source)
+def config_text(source: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> str:
+    """The config.json of the folder `source` with `changes`, and weights of `dtype`, torch's
+    name."""
+    config = read_config(source) | dict(changes or {})
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     return json.dumps(config | dict.fromkeys(keys, dtype), indent=2) + "\n"

@@ -19,11 +19,12 @@ from typing import Any
 from megarl.checkpoint import commit as commits
 from megarl.checkpoint.commit import CheckpointError, Commit, checkpoint_folder
 from megarl.checkpoint.folder_check import TensorsError
-from megarl.checkpoint.position import Position
+from megarl.checkpoint.position import ADAM, LearnerPosition, Position
 from megarl.checkpoint.random_state import random_state
 from megarl.checkpoint.tensor_digests import tensor_digests
 from megarl.checkpoint.torch_dist import (
     PendingSave,
+    Shards,
     Staging,
     begin_save,
     model_tensors,
@@ -32,19 +33,19 @@ from megarl.checkpoint.torch_dist import (
 )
 from megarl.contracts.version import WeightManifest
 from megarl.models.optimizer_state import OptimizerState
-from megarl.models.roles import Actor, Reference
+from megarl.models.roles import Actor, Critic, Reference
 from megarl.platforms.offload import OptimizerOffload
 from megarl.recipe.sections import CheckpointSection
 from megarl.world import World
 
-ACTOR, REFERENCE = "actor", "reference"
+ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
 RANDOM = "random"
 VOTE_CHECKPOINT = "CHECKPOINT"
 STATE_BYTES = 4
 """Of an element of the optimizer's state, which is float32."""
 
-MakePosition = Callable[[dict[str, str], int], Position]
-"""(`tensor_digests`, Adam's step) → the position; called on rank 0."""
+MakePosition = Callable[[Mapping[str, LearnerPosition]], Position]
+"""Of what `ACTOR` and, where there is one, `CRITIC` stand at; called on rank 0."""
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Checkpointer:
     section: CheckpointSection
     actor: Actor
     reference: Reference | None
+    critic: Critic | None = None
     offload: OptimizerOffload | None = None
     note: Callable[[str], None] = lambda text: None
     """Tells a person, on rank 0."""
@@ -82,7 +84,7 @@ class Checkpointer:
     newest_best: Mapping[str, Any] | None = field(default=None, init=False)
     """The best export in the newest position that was committed, on every rank."""
     _pending: _Pending | None = field(default=None, init=False)
-    _state: OptimizerState | None = field(default=None, init=False)
+    _states: dict[str, OptimizerState] = field(default_factory=dict, init=False)
     _staging: Staging = field(default_factory=Staging, init=False)
     _writer: ThreadPoolExecutor = field(init=False)
     _removing: Future[list[int]] | None = field(default=None, init=False)
@@ -92,11 +94,16 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     @property
-    def state(self) -> OptimizerState:
-        """The optimizer's state as whole parameters; collective when first asked for."""
-        if self._state is None:
-            self._state = OptimizerState(self.actor.trainer)
-        return self._state
+    def learners(self) -> dict[str, Actor | Critic]:
+        """The roles with an optimizer, by the name of their folder; in the order in which all ranks
+        take them."""
+        return {ACTOR: self.actor} | ({} if self.critic is None else {CRITIC: self.critic})
+
+    def state_of(self, role: str) -> OptimizerState:
+        """A learner's optimizer state as whole parameters; collective when first asked for."""
+        if role not in self._states:
+            self._states[role] = OptimizerState(self.learners[role].trainer)
+        return self._states[role]
 
     @property
     def is_pending(self) -> bool:
@@ -114,11 +121,12 @@ class Checkpointer:
         version: str,
         make_position: MakePosition,
         best: Mapping[str, Any] | None = None,
-        manifest: WeightManifest | None = None,
+        manifests: Mapping[str, WeightManifest] | None = None,
     ) -> None:
         """Fix this position and begin to write it. Collective; a save before it is settled first.
 
-        `best` is the position's, on every rank; `manifest` that of the weights, where there is one.
+        `best` is the position's, on every rank; `manifests` those of learners' weights, where there
+        are some.
 
         Raises `CheckpointError` on every rank where the disk has no room or no folder can be made,
         and as `settle` does.
@@ -134,20 +142,16 @@ class Checkpointer:
             self.offload.back()
         # What the loop waits for, and what stays where it is, is written from where it lies.
         staging = self._staging if self.section.background or out else None
-        shards = model_tensors(self.actor.model, self.state.owners)
-        shards |= state_tensors(self.actor.model, self.state.gather())
-        shards[RANDOM] = rank_object(RANDOM, random_state(self.world.device))
         try:
-            parts = [begin_save(shards, folder / ACTOR, staging)]
-            if self.reference is not None:
-                frozen = model_tensors(self.reference.model, self.state.owners)
-                parts.append(begin_save(frozen, folder / REFERENCE, staging))
+            parts = [
+                begin_save(self._shards(role), folder / role, staging) for role in self._folders
+            ]
         except TensorsError as error:  # on every rank
             raise CheckpointError(f"no checkpoint was saved: {error}") from error
         writing = self._writer.submit(lambda: sum(part.write() for part in parts))
         # The disk has work from here on; the digests are of the same bits.
-        digests = tensor_digests(self.actor, self.state, self.world, manifest)
-        position = make_position(digests, self.state.step) if self.world.is_main else None
+        stand = {role: self._stand(role, (manifests or {}).get(role)) for role in self.learners}
+        position = make_position(stand) if self.world.is_main else None
         if out:
             self.offload.out()
         held_up = time.perf_counter() - began
@@ -191,24 +195,50 @@ class Checkpointer:
         self._writer.shutdown(wait=True)
         self.wait_for_removal()
 
+    @property
+    def _folders(self) -> list[str]:
+        """Of a checkpoint, in the order in which they are written: the critic's last."""
+        frozen = [] if self.reference is None else [REFERENCE]
+        return [ACTOR, *frozen, *([] if self.critic is None else [CRITIC])]
+
+    def _shards(self, role: str) -> Shards:
+        """What this rank holds of all that goes into the role's folder. Collective."""
+        if role == REFERENCE:
+            return model_tensors(self.reference.model, self.state_of(ACTOR).owners)
+        model, state = self.learners[role].model, self.state_of(role)
+        shards = model_tensors(model, state.owners) | state_tensors(model, state.gather())
+        if role == ACTOR:  # a rank's generators serve all roles
+            shards[RANDOM] = rank_object(RANDOM, random_state(self.world.device))
+        return shards
+
+    def _stand(self, role: str, manifest: WeightManifest | None) -> LearnerPosition:
+        """On rank 0 whole; the others may hold no parameter's state. Collective."""
+        learner, state = self.learners[role], self.state_of(role)
+        digests = tensor_digests(learner, state, self.world, manifest)
+        adam = {ADAM: state.step} if self.world.is_main else {}
+        return LearnerPosition(learner.trainer.state | adam, digests)
+
     def _bytes(self) -> int:
         """About what this rank writes: of copies on tensor-parallel ranks too."""
-        owned = [
-            param for name, param in self.actor.named_parameters().items() if self.state.owns(name)
-        ]
-        copies = 1 if self.reference is None else 2
-        weights = sum(param.numel() * param.element_size() for param in owned)
-        elements = sum(param.numel() for param in owned)
-        return weights * copies + elements * len(self.state.keys) * STATE_BYTES
+        total = 0
+        for role in self._folders:
+            frozen = role == REFERENCE
+            state = self.state_of(ACTOR if frozen else role)
+            weights = (self.reference if frozen else self.learners[role]).named_parameters()
+            for name, weight in weights.items():
+                if state.carries(name, weight):
+                    total += weight.numel() * weight.element_size()
+                if not frozen and state.owns(name):
+                    total += weight.numel() * len(state.keys) * STATE_BYTES
+        return total
 
     def _make_room(self, folder: Path, need: int) -> None:
         (self.run_folder / commits.FOLDER).mkdir(exist_ok=True)
         self.wait_for_removal()
         commits.check_room(folder.parent, need, f"the checkpoint {folder.name}")
         folder.mkdir()
-        (folder / ACTOR).mkdir()
-        if self.reference is not None:
-            (folder / REFERENCE).mkdir()
+        for role in self._folders:
+            (folder / role).mkdir()
 
     def check_disk(self) -> None:
         """At start: room for those that are kept and one that is being written. Collective.

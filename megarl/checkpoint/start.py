@@ -3,6 +3,7 @@
 start = take_up(…)              once inputs are loaded; every rank takes rank 0's word
 start.restore_roles(…)          once models are built
 start.restore_data(…)           cursor and quarantine
+start.restore_controller(…)     the KL term's weight
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.checkpoint.begin import begin
 from megarl.checkpoint.commit import CheckpointError
@@ -24,6 +25,11 @@ from megarl.observe.console import Console
 from megarl.recipe import Recipe
 from megarl.rewards.quarantine import Quarantine
 from megarl.world import World
+
+if TYPE_CHECKING:
+    from megarl.algorithms.controller import KlController
+
+KL_BETA, KL_TARGET = "algorithm.kl.beta", "algorithm.kl.target"
 
 
 @dataclass
@@ -39,20 +45,24 @@ class Start:
         """The first one to run."""
         return self.resume.iteration
 
-    def restore_roles(self, checkpointer: Checkpointer, world: World) -> None:
-        """Weights, optimizer and random generators, proven by digest. Collective; raises as
+    def restore_roles(self, checkpointer: Checkpointer, recipe: Recipe) -> None:
+        """Weights, optimizers and random generators, proven by digest. Collective; raises as
         `restore.restore_roles` does."""
         if self.position is None:
             return
-        world.enter("build_actor")
-        restore_roles(
-            Path(self.resume.checkpoint),
-            self.position,
-            checkpointer.actor,
-            checkpointer.reference,
-            checkpointer.state,
-            world,
-        )
+        checkpointer.world.enter("build_actor")
+        declared = Path(recipe.reference.path or recipe.model.path)
+        restore_roles(Path(self.resume.checkpoint), self.position, checkpointer, declared)
+
+    def restore_controller(self, controller: KlController) -> None:
+        """β goes on from the one that was saved, where there is one: not where this start was
+        allowed another β, or to let it stand still."""
+        if self.position is None or not self.position.kl:
+            return
+        changes = self.resume.changes
+        stands_still = KL_TARGET in changes and changes[KL_TARGET][1] is None
+        if KL_BETA not in changes and not stands_still:
+            controller.restore(self.position.kl)
 
     def restore_data(
         self, cursor: PromptCursor, quarantine: Quarantine, note: Callable[[str], None]

@@ -74,7 +74,8 @@ Shards = dict[str, ShardedBase]
 
 def model_tensors(model: nn.Module, owners: Mapping[str, int] | None = None) -> Shards:
     """The live weights of a `PackedGPT` or `ModelChunks`, by name in it. `owners`: which rank among
-    those that hold a parameter writes and reads it (default, and of buffers: the first one)."""
+    those that hold a parameter writes and reads it (default, and of what is not trained: the first
+    one)."""
     weights = weights_of(model)
     return {
         name: _owned_by(shard, (owners or {}).get(name, 0), weights[name])
@@ -281,14 +282,11 @@ def share_weights(model: nn.Module, owners: Mapping[str, int]) -> None:
     the data-parallel and the expert-data-parallel group."""
     weights = weights_of(model)
     # Of one dtype each, on one group; a kind that a rank has none of, none of its group has.
-    for trained, experts in ((True, False), (True, True), (False, False)):
-        held = {
-            name: weight
-            for name, weight in weights.items()
-            if (name in owners) == trained and is_expert(weight) == experts
-        }
-        if held:
-            _share(held, owners, holders_of(next(iter(held.values()))))
+    kinds: dict[tuple[bool, str], dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        kinds.setdefault((is_expert(weight), str(weight.dtype)), {})[name] = weight
+    for _, held in sorted(kinds.items()):
+        _share(held, owners, holders_of(next(iter(held.values()))))
 
 
 @torch.no_grad()
@@ -309,11 +307,11 @@ def _share(weights: Mapping[str, Tensor], owners: Mapping[str, int], group: Proc
 
 def owned_tensors(model: nn.Module, state: OptimizerState) -> Shards:
     """The live weights that this rank reads for itself and the others that hold them."""
-    owners, weights = state.owners, weights_of(model)
+    weights = weights_of(model)
     return {
         name: shard
-        for name, shard in model_tensors(model, owners).items()
-        if dist.get_rank(holders_of(weights[name])) == owners.get(name, 0)
+        for name, shard in model_tensors(model, state.owners).items()
+        if state.carries(name, weights[name])
     }
 
 

@@ -135,7 +135,10 @@ def _by_megarl(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
         world = World(Mesh(1, tp=1), torch.device("cpu"), TIMEOUT)
         numbers = SimpleNamespace(dtype="float32")
         settings = SimpleNamespace(
-            logprob_chunk_tokens=MOST_TOKENS, recompute="none", sequence_parallel=False
+            logprob_chunk_tokens=MOST_TOKENS,
+            recompute="none",
+            sequence_parallel=False,
+            router="trained",
         )
         role = Reference(source.spec, folder, world, numbers, settings, 1.0)
         try:

@@ -33,9 +33,11 @@ are in memory at a time. What is read must have the digests that were recorded w
   python tools/convert_ckpt.py megatron-to-hf runs/mine-s1/checkpoints/iter_000030 out/mine
   python tools/convert_ckpt.py megatron-to-hf runs/mine-s1/checkpoints/iter_000030 out/mine \\
       --dtype bfloat16 --hf-files models/mine
+  python tools/convert_ckpt.py megatron-to-hf runs/mine-s1/checkpoints/iter_000030/critic out/value
 
-config.json and tokenizer come from the torch_dist folder, for a checkpoint from the model folder
-that its recipe names, or from --hf-files."""
+A checkpoint's critic becomes a sequence or token classification of one label, as a reward model is
+and critic.path takes one. config.json and tokenizer come from the torch_dist folder, for a
+checkpoint from the model folder that its recipe names, or from --hf-files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,7 @@ def _write_hf(
     stored_as = {name: STORED_AS[dtype] for name, dtype in dtypes.items()}
     elements = {name: stored.rows * stored.cols for name, stored in source.tensors.items()}
     refuse_full_disk(out, sum(elements[name] * dtypes[name].itemsize for name in dtypes))
-    writer = FolderWriter(out, stored_as, most_file_bytes)
+    writer = FolderWriter(out, stored_as, most_file_bytes, source.config)
     if refusal := writer.refusal():
         raise ConvertError(refusal)
     try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoint.commit import COMMIT_FILE, POSITION_FILE, CheckpointError, read_commit
 from megarl.checkpoint.commit import FOLDER as CHECKPOINTS
@@ -16,9 +18,9 @@ from megarl.convert.companions import refuse_broken_companions
 from megarl.convert.manifest import MANIFEST, refuse_other_numbers, take_recorded, told
 from megarl.convert.source import HFSource, Source
 from megarl.convert.stored import INDEX_FILE, TorchDistSource
-from megarl.reshard.families import read_spec
+from megarl.reshard.families import FAMILIES, read_spec
 
-ACTOR = "actor"
+ACTOR, CRITIC = "actor", "critic"
 HF, GGUF, TORCH_DIST, CHECKPOINT = "hf", "gguf", "torch_dist", "checkpoint"
 
 
@@ -31,9 +33,11 @@ def kind_of(path: Path) -> str:
     if (path / COMMIT_FILE).is_file() or (path / POSITION_FILE).is_file():
         return CHECKPOINT
     above = path.absolute().parent
-    if path.name == ACTOR and any(
+    if path.name in (ACTOR, CRITIC) and any(
         (above / name).is_file() for name in (COMMIT_FILE, POSITION_FILE)
     ):
+        if path.name == CRITIC:
+            return CHECKPOINT
         raise ConvertError(f"{path}: a checkpoint's part; name the checkpoint, {above}")
     if (path / INDEX_FILE).is_file() or any(path.glob("*.distcp")):
         return TORCH_DIST
@@ -92,13 +96,20 @@ def opened(path: Path, hf_files: Path | None = None) -> Iterator[Source]:
 
 
 def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
-    """The actor's weights of a training checkpoint, with the digests that its position has."""
+    """The actor's weights of a training checkpoint, or those of its critic where `path` is that
+    folder in it, with the digests that the position has."""
+    of_critic = not any((path / name).is_file() for name in (COMMIT_FILE, POSITION_FILE))
+    folder = path.absolute().parent if of_critic else path
     try:
-        read_commit(path)
-        position = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+        read_commit(folder)
+        position = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
+        if of_critic and position.get("critic") is None:
+            raise ConvertError(f"{folder / POSITION_FILE}: tells of no critic")
         model = (position["recipe"].get("model") or {}).get("path")
-        numbers = dict(position.get("model") or {})
-        digests: dict[str, str] = position["tensor_digests"]
+        if of_critic:
+            model = (position["recipe"].get("critic") or {}).get("path") or model
+        numbers = dict(position.get("critic_model" if of_critic else "model") or {})
+        digests = position["critic_tensor_digests" if of_critic else "tensor_digests"]
         recorded = {
             name.removeprefix("weights/"): int(digest, 16)
             for name, digest in digests.items()
@@ -107,18 +118,31 @@ def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
     except CheckpointError as error:
         raise ConvertError(str(error)) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{path / POSITION_FILE}: not a position: {error!r}") from error
+        raise ConvertError(f"{folder / POSITION_FILE}: not a position: {error!r}") from error
     companions = Path(model or "") if hf_files is None else hf_files
     if not (companions / "config.json").is_file():
         where = f"the model folder {model}" if model else "a model folder that it does not name"
         raise ConvertError(
             f"{path}: trained from {where}, which has no config.json here; name one with --hf-files"
         )
-    source = TorchDistSource(path / ACTOR, read_spec(companions), companions)
-    refuse_other_numbers(source, numbers, path / POSITION_FILE)
-    source.kind = "training checkpoint"
-    source.recorded, source.recorded_in = recorded, path / POSITION_FILE
+    spec, config = read_spec(companions), {}
+    if of_critic and spec.head == "lm":  # it began with a head of its own
+        spec, config = replace(spec, head="value", tied=False), _value_config(spec.family)
+    source = TorchDistSource(folder / (CRITIC if of_critic else ACTOR), spec, companions)
+    refuse_other_numbers(source, numbers, folder / POSITION_FILE)
+    source.kind = "critic of a training checkpoint" if of_critic else "training checkpoint"
+    source.recorded, source.recorded_in = recorded, folder / POSITION_FILE
+    source.config = config
     return source
+
+
+def _value_config(family: str) -> dict[str, Any]:
+    """What makes the config of a causal model that of one with a value head without a bias."""
+    return {
+        "architectures": [f"{FAMILIES[family].prefix}ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
 
 
 def dtypes_of(source: Source) -> str:

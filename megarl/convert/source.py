@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,8 @@ class Source(ABC):
     recorded: dict[str, int] = field(init=False, default_factory=dict)
     """Digests in the stored dtype that were written down when the weights were; may be empty."""
     recorded_in: Path | None = field(init=False, default=None)
+    config: dict[str, Any] = field(init=False, default_factory=dict)
+    """What its config.json says otherwise than that of `companions`."""
 
     kind = ""
     """What it is, for messages."""

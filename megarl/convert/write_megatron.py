@@ -111,7 +111,7 @@ def write_megatron(
             kept = next(
                 dtype for name, dtype in dtypes.items() if not name.endswith(FLOAT32_ALWAYS)
             )
-            config = config_text(source.companions, told(kept))
+            config = config_text(source.companions, told(kept), source.config)
             (folder / "config.json").write_text(config)
             copy_companions(source.companions, folder, COMPANIONS)
             text = manifest_text(KIND, source, manifest, layout_of(mesh), config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ import megarl.checkpoint.saver  # noqa: F401
 import megarl.models.roles  # noqa: F401
 from megarl.checkpoint.commit import newest_whole
 from megarl.platforms.megatron_patches import install
-from tests.checkpoint.saving import checkpointer, fingerprint, restore, save, step
+from tests.checkpoint.saving import checkpointer, critic_of, fingerprint, restore, save, step
 from tests.models.support import make_actor, make_world
 
 
@@ -78,3 +79,37 @@ def step_only(rank: int, store: str, model: Path, tp: int, steps: int, tell: Con
         found.append(fingerprint(saver))
     tell.send(found)
     dist.destroy_process_group()
+
+
+def die_before_the_critics_files(
+    rank: int, store: str, models: Path, run: Path, tell: Connection
+) -> None:
+    """A whole checkpoint of two learners, or, where one is there, what is loaded from it; then a
+    save in which this rank is killed when its actor's file is on the disk and its critic's is next.
+
+    Tells its fingerprint before that save.
+    """
+    from megarl.checkpoint import torch_dist
+
+    join(rank, 2, store)
+    actor = make_actor(models / "actor", make_world(1))
+    saver = checkpointer(run, actor, critic=critic_of(models / "critic", actor), background=True)
+    commit = newest_whole(run)
+    if commit is None:
+        step(actor), step(saver.critic)
+        save(saver, 1)
+        saver.settle(wait=True)
+    else:
+        restore(saver, commit)
+    tell.send(fingerprint(saver))
+    write = torch_dist.write_bucket
+
+    def killed(bucket: tuple, transforms: object) -> list:
+        if Path(bucket[0]).parent.name == "critic":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(bucket, transforms)
+
+    torch_dist.write_bucket = killed
+    step(actor), step(saver.critic)
+    save(saver, 2)
+    saver.settle(wait=True)

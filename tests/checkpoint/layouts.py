@@ -84,7 +84,8 @@ def flat_ranges(actor: Any, key: str) -> list[tuple[str, int, int, Tensor]]:
 def logical(actor: Any, key: str) -> Logical:
     """Whole tensors of one key of the state, or "grad"; every copy must be equal. Collective."""
     world = actor.world
-    params = dict(actor.model.named_parameters())
+    named = actor.model.named_parameters()
+    params = {name: param for name, param in named if param.requires_grad}
     own = {name: torch.full((param.numel(),), float("nan")) for name, param in params.items()}
     for rank, ranges in enumerate(world.gather(flat_ranges(actor, key))):
         for name, start, end, values in ranges:
@@ -101,11 +102,14 @@ def logical(actor: Any, key: str) -> Logical:
 
 
 def trained(actor: Any, tensors: dict[str, Tensor]) -> Logical:
-    """`gather_logical` of what is shaped like the parameters, and nothing of the buffers: a
-    router's bias, which no step changes. Collective."""
-    buffers = dict(actor.model.named_buffers())
-    whole = gather_logical(actor, tensors | buffers)
-    return {n: tensor for n, tensor in whole.items() if not n.endswith("e_score_correction_bias")}
+    """`gather_logical` of what is shaped like the trained parameters, and nothing of the rest: a
+    router's bias, or a frozen router, which no step changes. Collective."""
+    others = {n: weight for n, weight in actor.named_parameters().items() if n not in tensors}
+    whole = gather_logical(actor, tensors | others)
+    frozen = ["e_score_correction_bias"]
+    if any(name.endswith("router.weight") for name in others):
+        frozen.append("mlp.gate.weight")
+    return {n: tensor for n, tensor in whole.items() if not n.endswith(tuple(frozen))}
 
 
 def place_of(mesh: Mesh, rank: int, name: str) -> tuple[int, ...]:
@@ -219,7 +223,7 @@ def look(actor: Any) -> dict[str, Any]:
     samples = make_samples(99, 12)
     packs = packs_of(actor, samples)
     if actor.has_values:
-        scores = actor.values(packs)
+        scores = [values.values_A for values in actor.values(packs)]
     else:
         scores = [score.log_probs_A for score in actor.log_probs(packs)]
     state = OptimizerState(actor.trainer)

@@ -18,7 +18,13 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.commit import COMMIT_FILE, checkpoint_folders, clean, newest_whole
+from megarl.checkpoint.commit import (
+    COMMIT_FILE,
+    checkpoint_folder,
+    checkpoint_folders,
+    clean,
+    newest_whole,
+)
 from tests.models.support import write_hf_model
 from tests.warm import forking
 
@@ -154,6 +160,28 @@ def _compare(context: Any, tmp_path: Path, tp: int, bits: dict[tuple[int, int], 
 @pytest.mark.parametrize("background, tp, count", [(True, 2, 3), (False, 1, 2)])
 def test_a_killed_writer_leaves_the_newest_committed_one(tmp_path, background, tp, count) -> None:
     rounds(tmp_path, count, seed=5, tp=tp, background=background)
+
+
+def test_killed_between_the_actors_and_the_critics_files(tmp_path) -> None:
+    context = forking()
+    write_hf_model(tmp_path / "actor")
+    write_hf_model(tmp_path / "critic", task="SequenceClassification", num_hidden_layers=1)
+    run = tmp_path / "run"
+    run.mkdir()
+    found = []
+    for number in range(2):
+        store = str(tmp_path / f"store{number}")
+        crew = start(context, "die_before_the_critics_files", store, tmp_path, run)
+        found.append([pipe.recv() for _, pipe in crew])
+        for process, _ in crew:
+            process.join(60)
+            assert process.exitcode == -9
+        assert newest_whole(run).iteration == 1
+        half = checkpoint_folder(run, 2)
+        assert {path.name for path in half.glob("actor/*")} == {"__0_0.distcp", "__1_0.distcp"}
+        assert half.joinpath("critic").is_dir() and not list(half.glob("critic/*"))
+        assert clean(run) == [f"{half}: half-written, removed"] and not half.exists()
+    assert found[0] == found[1], "the second start has what the first one had saved"
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from megarl.checkpoint.model_fit import (
     MOE_NAMES,
     ROPE_NAMES,
     as_words,
+    critic_differences,
     misfit,
     model_differences,
     numbers_of,
@@ -112,3 +113,17 @@ def test_a_position_that_tells_less_is_held_against_what_it_tells(tmp_path) -> N
     _write(tmp_path, QWEN3_30B_A3B)
     assert model_differences({}, tmp_path) == {}
     assert model_differences({"vocab_size": 1}, tmp_path) == {"vocab_size": (1, 151936)}
+
+
+def test_a_critic_is_held_against_its_body(tmp_path) -> None:
+    """The folder of a causal model has no value head: the critic began with one of its own."""
+    spec = read_spec(_write(tmp_path, LLAMA_3_1_8B))
+    stored = numbers_of(dataclasses.replace(spec, head="value", tied=False))
+    assert critic_differences(stored, tmp_path) == {}
+    other = LLAMA_3_1_8B | {"num_hidden_layers": 16, "rope_theta": 1e4}
+    differences = critic_differences(stored, _write(tmp_path, other))
+    assert differences == {"num_hidden_layers": (32, 16), "rope_theta": (5e5, 1e4)}
+    told = misfit(differences, tmp_path, "critic")
+    assert (
+        "critic was num_hidden_layers 32, is num_hidden_layers 16" in told and "critic.path" in told
+    )

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,17 +88,19 @@ def test_steps_beside_a_background_save_do_not_reach_its_files(ranks, tmp_path, 
 def _same_files(model: Path, run: Path) -> list[list[tuple[str, bytes]]]:
     """What each way of saving the same position wrote."""
     from megarl.models.build import destroy_mesh
-    from megarl.models.roles import Reference
     from megarl.platforms import platform_of
     from megarl.platforms.offload import OptimizerOffload
-    from megarl.reshard.families import read_spec
-    from tests.checkpoint.saving import checkpointer, fingerprint, restore, save, step
-    from tests.models.support import actor_section
+    from tests.checkpoint.saving import (
+        checkpointer,
+        fingerprint,
+        reference_of,
+        restore,
+        save,
+        step,
+    )
 
     actor = _actor(model, 1)
-    reference = Reference(
-        read_spec(model), model, actor.world, SimpleNamespace(dtype="float32"), actor_section(), 1.0
-    )
+    reference = reference_of(model, actor)
     step(actor)
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     offload = OptimizerOffload(actor.trainer, platform_of("cpu"))
@@ -115,7 +116,7 @@ def _same_files(model: Path, run: Path) -> list[list[tuple[str, bytes]]]:
         marks.add(fingerprint(saver))
         if out:
             offload.out()
-        save(saver, 1)
+        save(saver, 1, refreshed=1)
         assert offload.is_out == bool(out), "it is left as it was found"
         saver.settle(wait=True)
         saver.close()
@@ -252,33 +253,31 @@ def test_nothing_is_announced_before_the_slowest_rank_has_written(ranks, tmp_pat
 def _experts(model: Path, run: Path) -> dict[str, Any]:
     """Saved with experts dealt to the ranks; loaded where they are copied, and over two stages."""
     from megarl.models.build import destroy_mesh
-    from megarl.models.roles import Reference
-    from megarl.reshard.families import read_spec
     from tests.checkpoint.layouts import Layout, forget, logical
-    from tests.checkpoint.saving import checkpointer, restore, save, step
-    from tests.models.support import actor_section, gather_logical
+    from tests.checkpoint.saving import checkpointer, reference_of, restore, save, step
+    from tests.models.support import gather_logical
 
     layouts = [Layout(2, more={"ep": 2}), Layout(2, tp=2, more={"expert_tp": 1})]
     layouts.append(Layout(2, pp=2, more={"virtual": 2}))
     told: dict[str, Any] = {"looks": [], "layouts": []}
     for layout in layouts:
         actor = layout.actor(model)
-        section = actor_section(sequence_parallel=actor.trainer.section.sequence_parallel)
-        dtype = SimpleNamespace(dtype="float32")
-        frozen = Reference(read_spec(model), model, actor.world, dtype, section, 1.0)
+        frozen = reference_of(model, actor)
         saver = checkpointer(run, actor, reference=frozen)
         if layout is layouts[0]:
             step(actor)
             told["need"] = sum(actor.world.gather(saver._bytes()))
             saver.check_disk()
-            save(saver, 1)
+            save(saver, 1, refreshed=1)
             saver.settle(wait=True)
         else:
             forget(actor), forget(frozen)
             told["layouts"].append(restore(saver, newest_whole(run)).layout)
         saver.close()
         weights = [gather_logical(role, role.named_parameters()) for role in (actor, frozen)]
-        told["looks"].append([*weights, *(logical(actor, key) for key in saver.state.keys)])
+        told["looks"].append(
+            [*weights, *(logical(actor, key) for key in saver.state_of("actor").keys)]
+        )
         destroy_mesh()
     return told
 
