@@ -23,7 +23,7 @@ COMMANDS = {"verify": verify, "explain": explain, "recompute": recompute, "diff"
 EXAMPLES = """examples:
   python tools/audit.py verify runs/quickstart-s1
   python tools/audit.py explain runs/quickstart-s1 3/sum-47-33-1/0
-  python tools/audit.py recompute runs/quickstart-s1 algorithm.normalize_std=false
+  python tools/audit.py recompute runs/quickstart-s1 algorithm.group_std=none
   python tools/audit.py diff runs/a runs/b
 
 exit codes: 0 fine; 1 findings; 2 wrong arguments or not a run

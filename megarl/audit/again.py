@@ -1,8 +1,8 @@
 """Derived numbers of a sealed iteration, computed again by the functions that trained on them.
 
 N samples in canonical order, R response tokens of theirs. Nothing here is rewritten: selection,
-minibatches, credit and the loss's terms are `rollout/groups.py`, `algorithms/credit.py` and
-`algorithms/objectives.py` under a recipe, from facts alone.
+minibatches and credit are `rollout/groups.py` and `algorithms/credit.py` under a recipe, from facts
+alone. Terms of the losses are `terms.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from megarl.algorithms.credit import credit
-from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.objectives import policy_loss
-from megarl.algorithms.reduction import token_weights
+from megarl.algorithms.credit import Credit, credit
 from megarl.contracts.records import Derived, Experience, Scores
+from megarl.data.everyone import alone
 from megarl.data.packing import ragged_index
 from megarl.experience.load import SealedIteration
+from megarl.experience.parts import DERIVED_COLUMNS
 from megarl.modes.sealed_updates import table_of
 from megarl.recipe import Recipe, RewardSection
 from megarl.recipe.layout import mesh_of
@@ -34,9 +32,15 @@ class Recomputed:
     """What a recipe makes of one iteration's facts."""
 
     plan: IterationPlan
+    credit: Credit
+    """Of the rows that are packed."""
     derived: Derived
-    """Over all rows: float32 [R] columns."""
-    advantages: np.ndarray  # float64 [N], NaN where the sample does not train
+    """Over all rows: float32 [R] columns, 0 on rows that are not packed."""
+
+    @property
+    def advantages(self) -> np.ndarray:
+        """float64 [N], the mean of the sample's action tokens; NaN where it does not train."""
+        return self.credit.advantages
 
 
 @dataclass(frozen=True)
@@ -56,36 +60,82 @@ class Difference:
         return f"{self.field} of {at}: {self.sealed} sealed, {self.recomputed} recomputed{more}"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Loss terms of one minibatch at ratio 1, which its tokens have until the first update."""
-
-    surrogate: float
-    kl: float | None
-    """β Σ w KL; None where log-probs of a token are not sealed."""
-    scale: float
-    """Σ w |advantage|: the surrogate's, were all advantages of one sign."""
+def sealed_beta(sealed: SealedIteration, recipe: Recipe) -> float:
+    """β of the KL penalty in the iteration: as it was sealed; where it was not, the recipe's."""
+    told = None if sealed.derived is None else sealed.derived.kl_beta
+    return recipe.algorithm.kl.beta if told is None else told
 
 
-def recompute(sealed: SealedIteration, recipe: Recipe, scores: Scores | None = None) -> Recomputed:
+def recompute(
+    sealed: SealedIteration,
+    recipe: Recipe,
+    scores: Scores | None = None,
+    beta: float | None = None,
+) -> Recomputed:
     """Selection, minibatches and credit of `sealed` under `recipe`, with `scores` in place of the
-    sealed ones if given. Raises `ValueError` for facts that the recipe cannot be applied to."""
+    sealed ones if given, and `beta` in place of the sealed weight of the KL penalty.
+
+    Raises `ValueError` for facts that the recipe cannot be applied to, `InputError` for an own
+    function that cannot be imported.
+    """
     table = table_of(sealed)
     if scores is not None:
         table = replace(table, scores=scores)
     dp = mesh_of(recipe).dp
     plan = plan_iteration(table, recipe, dp, prompts=len(sealed.prompts), invalid=table.invalid)
+    # As in training, where nobody holds what is in no pack.
+    own = np.flatnonzero(plan.update.packed)
+    at = ragged_index(sealed.samples.response_offsets, own)
+    values, last_values, ref = _constants(sealed, recipe, plan)
     experience = Experience(
-        samples=sealed.samples,
-        scores=table.scores,
-        old_log_probs=sealed.old_log_probs,
-        ref_log_probs=sealed.ref_log_probs,
-        values=None,
+        samples=sealed.samples.select(own),
+        scores=table.scores.select(own),
+        old_log_probs=sealed.old_log_probs[at],
+        ref_log_probs=None if ref is None else ref[at],
+        values=None if values is None else values[at],
+        last_values=None if last_values is None else last_values[own],
         producers=sealed.manifest.header.producers,
         hash=sealed.manifest.experience_hash,
     )
-    derived, advantages = credit(experience, recipe.hash, table, plan.trained, recipe.algorithm)
-    return Recomputed(plan, derived, advantages)
+    credited = credit(
+        experience,
+        recipe.hash,
+        table,
+        plan,
+        recipe.algorithm,
+        alone(table, experience.samples),
+        sealed_beta(sealed, recipe) if beta is None else beta,
+    )
+    return Recomputed(plan, credited, _everywhere(credited.derived, at, sealed))
+
+
+def _constants(
+    sealed: SealedIteration, recipe: Recipe, plan: IterationPlan
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Values, last values and reference log-probs, as far as the recipe reads them. Raises
+    `ValueError` where a sample would train that was sealed without them."""
+    algorithm = recipe.algorithm
+    trains = np.repeat(plan.trained, sealed.samples.response_lengths)
+    for needed, column, name in (
+        (algorithm.needs_values, sealed.values, "values of a critic"),
+        (algorithm.kl_in_reward, sealed.ref_log_probs, "reference log-probs"),
+    ):
+        if needed and (column is None or np.isnan(column[trains]).any()):
+            number = sealed.manifest.header.iteration
+            raise ValueError(f"iteration {number}: samples would train that have no {name} sealed")
+    values = (sealed.values, sealed.last_values) if algorithm.needs_values else (None, None)
+    return *values, sealed.ref_log_probs
+
+
+def _everywhere(derived: Derived, at: np.ndarray, sealed: SealedIteration) -> Derived:
+    """Columns of the rows with tokens `at`, over all of them; 0 on the others."""
+    columns: dict[str, np.ndarray] = {}
+    for name in DERIVED_COLUMNS:
+        column = getattr(derived, name)
+        if column is not None:
+            columns[name] = np.zeros(len(sealed.samples.response_ids), dtype=np.float32)
+            columns[name][at] = column
+    return replace(derived, **columns)
 
 
 def scored_under(scores: Scores, before: Recipe, after: Recipe) -> Scores:
@@ -129,7 +179,7 @@ def differences(sealed: SealedIteration, again: Recomputed) -> Iterator[Differen
     yield from _rows_that_differ(sealed, "verdict", derived.verdict, selection.verdict)
     yield from _rows_that_differ(sealed, "minibatch", derived.minibatch, plan.minibatch)
     owned = np.repeat(plan.update.packed, sealed.samples.response_lengths)
-    for name in ("advantages", "shaped_rewards", "returns"):
+    for name in DERIVED_COLUMNS:
         mine, theirs = getattr(again.derived, name), derived.columns.get(name)
         if mine is None and theirs is None:
             continue
@@ -169,46 +219,3 @@ def _tokens_that_differ(
         ]
         at = token - int(offsets[row])
         yield Difference(field, sealed.sample_id(row), at, *told, len(tokens))
-
-
-def token_kl(sealed: SealedIteration, estimator: str) -> np.ndarray | None:
-    """float32 [R]: KL(old ‖ ref) per token, NaN where log-probs are not sealed; None without a
-    reference."""
-    if sealed.ref_log_probs is None:
-        return None
-    old, ref = torch.tensor(sealed.old_log_probs), torch.tensor(sealed.ref_log_probs)
-    return kl_estimate(estimator, old, ref).numpy()
-
-
-def terms(sealed: SealedIteration, again: Recomputed, recipe: Recipe) -> list[Terms | None]:
-    """Per minibatch; None for an empty one. The entropy bonus is not among them: it needs whole
-    distributions, of which only the sampled token's log-prob is sealed."""
-    algorithm, kl = recipe.algorithm, token_kl(sealed, recipe.algorithm.kl.estimator)
-    result: list[Terms | None] = []
-    for index, totals in enumerate(again.plan.totals):
-        if totals.tokens == 0:
-            result.append(None)
-            continue
-        rows = np.flatnonzero(again.plan.minibatch == index)
-        tokens = ragged_index(sealed.samples.response_offsets, rows)
-        lengths = sealed.samples.response_lengths[rows]
-        weights = token_weights(
-            algorithm.reduction,
-            torch.tensor(sealed.samples.action_mask[tokens]),
-            torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
-            totals,
-            recipe.rollout.max_response_tokens,
-        ).double()
-        advantages = torch.tensor(again.derived.advantages[tokens]).double()
-        same = torch.zeros_like(advantages)
-        bounds = (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
-        surrogate, _ = policy_loss(same, same, advantages, weights, *bounds)
-        term: float | None = 0.0
-        if algorithm.kl.beta:
-            active = weights.numpy() != 0
-            known = kl is not None and not np.isnan(kl[tokens][active]).any()
-            sums = float((weights.numpy()[active] * kl[tokens][active]).sum()) if known else None
-            term = None if sums is None else algorithm.kl.beta * sums
-        scale = float((weights * advantages.abs()).nansum())
-        result.append(Terms(float(surrogate), term, scale))
-    return result

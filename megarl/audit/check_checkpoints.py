@@ -153,7 +153,7 @@ def _positions(run: RunView, place: RunView) -> Iterator[Found]:
         read.append((file, position))
         for what, field in _wrong(run, commit, position):
             yield Found(file, what, field=field)
-    for name in ("model", "eval_data"):  # others are compared with facts
+    for name in ("model", "critic", "eval_data", "algorithm"):  # others are compared with facts
         told = [(file, item.iteration - 1, item.contracts.get(name, NONE)) for file, item in read]
         for (file, _, value), wanted in parted(run, name, told):
             yield Found(file, f"{value}, it should be {wanted}", field=f"contracts.{name}")
@@ -190,11 +190,26 @@ def _versions(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
     if position.trainer.get(STEPS) != actor.optimizer_step:
         told = f"{position.trainer.get(STEPS)}, its version has {actor.optimizer_step}"
         yield told, f"trainer.{STEPS}"
+    yield from _critic(position, None if committed is None else committed.told.get("critic"))
     reference = position.reference
     if reference is not None:
         known = run.policy_versions.get(reference.version.id)
         if known is None or known.role != "reference":
             yield f"version {reference.version.id} is no reference of versions.jsonl", "reference"
+
+
+def _critic(position: Position, committed: str | None) -> Iterator[tuple[str, str]]:
+    """As for the actor; `committed` is the version that the journal tells."""
+    critic = None if position.critic is None else position.critic.version
+    if (critic and critic.id) != committed:
+        yield f"version {critic and critic.id}, the journal committed {committed}", "critic.id"
+    if critic is None:
+        return
+    if position.critic.manifest.hash != critic.weight_manifest_hash:
+        yield f"its tensors hash to {position.critic.manifest.hash}", "critic.tensors"
+    if position.critic_trainer.get(STEPS) != critic.optimizer_step:
+        told = f"{position.critic_trainer.get(STEPS)}, its version has {critic.optimizer_step}"
+        yield told, f"critic_trainer.{STEPS}"
 
 
 def _settings(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
@@ -210,6 +225,9 @@ def _settings(run: RunView, position: Position) -> Iterator[tuple[str, str]]:
     for told, field in ((position.recipe_hash, "recipe_hash"), (stored, "recipe")):
         if told != recipe.hash:
             yield f"{told}, the recipe then was {recipe.hash}", field
+    kl, beta = recipe.algorithm.kl, position.kl.get("beta")
+    if kl.target is None and beta not in (None, kl.beta):
+        yield f"{beta}, the recipe then had {kl.beta}", "kl.beta"
     layout = mesh_of(recipe).described
     if dict(position.layout) != layout:
         yield f"{position.layout}, the recipe then had {layout}", "layout"

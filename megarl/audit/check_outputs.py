@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,22 +73,28 @@ def _expected(view: IterationView) -> dict[str, float]:
 
 def _of_update(view: IterationView) -> dict[str, float]:
     """What the row repeats of advantages and of updates.jsonl."""
-    row: dict[str, float] = {}
-    used = view.again.advantages[view.again.plan.trained]
-    if len(used):
-        row |= {"advantage/mean": float(used.mean()), "advantage/std": float(used.std())}
-        row["advantage/abs_max"] = float(np.abs(used).max())
+    row = dict(view.again.credit.numbers)
+    if view.again.derived.kl_beta:
+        row["kl/beta"] = view.again.derived.kl_beta
     for line in view.run.updates.of(view.number)[:1]:
-        steps = [step for step in line["steps"] if isinstance(step, dict)]
-        stepped = [step for step in steps if step.get("stepped")]
-        row["update/steps"] = float(len(stepped))
-        row["update/skipped"] = float(len(steps) - len(stepped))
-        if not sum(step.get("tokens") or 0 for step in stepped):
-            continue
-        for field, key in (("loss", "update/loss"), ("grad_norm", "update/grad_norm")):
-            values = [step.get(field) for step in stepped]
-            if all(isinstance(value, int | float) for value in values):
-                row[key] = float(np.mean(values))
+        for field, group in (("steps", "update"), ("critic", "critic")):
+            steps = [step for step in line.told.get(field, []) if isinstance(step, dict)]
+            if steps or group == "update":
+                row |= {f"{group}/{key}": value for key, value in _of_steps(steps).items()}
+    return row
+
+
+def _of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a row repeats of one role's steps."""
+    stepped = [step for step in steps if step.get("stepped")]
+    stopped = sum(bool(step.get("stopped")) for step in steps)
+    row = {"steps": float(len(stepped)), "skipped": float(len(steps) - len(stepped) - stopped)}
+    if not sum(step.get("tokens") or 0 for step in stepped):
+        return row
+    for field in ("loss", "grad_norm"):
+        values = [step.get(field) for step in stepped]
+        if all(isinstance(value, int | float) for value in values):
+            row[field] = float(np.mean(values))
     return row
 
 

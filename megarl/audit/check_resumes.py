@@ -123,7 +123,7 @@ def _carried(run: RunView) -> Iterator[Found]:
 
 
 def _same_weights(before: Line, line: Line) -> Iterator[Found]:
-    fields = ("weight_manifest_hash", "optimizer_step", "update_attempt")
+    fields = ("weight_manifest_hash", "optimizer_step", "update_attempt", "critic")
     if before["state"] != State.ACTOR_COMMITTED:
         yield Found(line.where, f"goes on at {before.where}, which committed nothing")
         return

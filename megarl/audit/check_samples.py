@@ -16,7 +16,7 @@ from megarl.audit.findings import Found
 from megarl.audit.view import IterationView, RawPart
 from megarl.contracts.samples import EndReason
 from megarl.experience.manifest import MANIFEST_FILE
-from megarl.experience.parts import check_columns
+from megarl.experience.part_columns import check_columns
 from megarl.rollout.requests import request_seed
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.audit.check_contracts import Value, parted
 from megarl.audit.findings import Found
-from megarl.audit.view import IterationView, RunView
+from megarl.audit.view import IterationView, RawPart, RunView
 from megarl.contracts.records import RewardRecord, RewardStatus
 from megarl.experience.columns import SealError
 from megarl.experience.manifest import MANIFEST_FILE
@@ -74,7 +74,7 @@ def scorer(run: RunView) -> Iterator[Found]:
 
 def log_probs(view: IterationView) -> Iterator[Found]:
     """Log-probs are finite and not above 0: the generator's of every token, the trainer's of every
-    token of the rows it scored."""
+    token of the rows it scored. The critic's values of these are finite."""
     for raw in view.rollouts + view.scored:
         held = raw.columns
         for name in (name for name in held if name.endswith("_log_probs")):
@@ -85,6 +85,19 @@ def log_probs(view: IterationView) -> Iterator[Found]:
                 at = token - int(held["response_offsets"][row])
                 what = f"token {at} has log-prob {held[name][token]}"
                 yield Found(view.file(raw.part.file), what, sample, name)
+        yield from _values(view, raw)
+
+
+def _values(view: IterationView, raw: RawPart) -> Iterator[Found]:
+    held = raw.columns
+    for name in (name for name in ("values", "last_values") if name in held):
+        for at in np.flatnonzero(~np.isfinite(held[name])).tolist():
+            row, where = at, "the value after its last token"
+            if name == "values":
+                row = int(np.searchsorted(held["response_offsets"], at, side="right")) - 1
+                where = f"the value of token {at - int(held['response_offsets'][row])}"
+            sample = view.sample_id(int(held["draw_index"][row]), int(held["candidate"][row]))
+            yield Found(view.file(raw.part.file), f"{where} is {held[name][at]}", sample, name)
 
 
 def parity(view: IterationView) -> Iterator[Found]:

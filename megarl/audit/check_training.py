@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.algorithms.controller import KlController
 from megarl.audit.again import differences
 from megarl.audit.findings import Found
-from megarl.audit.losses import FirstLoss, first_loss
+from megarl.audit.losses import FirstLoss, first_loss, first_value_loss
 from megarl.audit.view import IterationView
+from megarl.experience.manifest import DERIVED_FILE
+from megarl.experience.parts import DERIVED_COLUMNS
 
 
 def selection(view: IterationView) -> Iterator[Found]:
@@ -17,8 +20,7 @@ def selection(view: IterationView) -> Iterator[Found]:
 
 def advantages(view: IterationView) -> Iterator[Found]:
     """What was trained on besides facts is, bit for bit, what the facts give."""
-    columns = ("advantages", "shaped_rewards", "returns")
-    yield from _different(view, "derived_*.safetensors", columns)
+    yield from _different(view, "derived_*.safetensors", DERIVED_COLUMNS)
 
 
 def _different(view: IterationView, file: str, fields: tuple[str, ...]) -> Iterator[Found]:
@@ -66,23 +68,55 @@ def _account(view: IterationView) -> dict:
 
 
 def first_losses(view: IterationView) -> Iterator[Found]:
-    """The loss of an iteration's first step, whose ratios are 1, is what the facts give."""
+    """The loss of an iteration's first step, whose ratios are 1, is what the facts give; so is the
+    critic's, whose values are the sealed ones."""
     rows = [line.told for line in view.run.metrics.of(view.number)[:1]]
     for line in view.run.updates.of(view.number)[:1]:
         metrics = rows[0] if rows else {}
         loss = first_loss(view.sealed, view.again, view.recipe, line.told, metrics)
         if isinstance(loss, FirstLoss) and not loss.agrees:
             yield Found(line.where, str(loss), field="steps.loss")
+        value = first_value_loss(view.sealed, view.again, view.recipe, line.told)
+        if value is not None and not value.agrees:
+            yield Found(line.where, str(value), field="critic.loss")
 
 
 def denominators(view: IterationView) -> Iterator[Found]:
     """Each update step counted the action tokens and sequences that its minibatch has."""
     for line in view.run.updates.of(view.number)[:1]:
-        steps, minibatches = line["steps"], view.again.plan.totals
-        if len(steps) != len(minibatches):  # told by `updates`
-            continue
-        for at, (step, totals) in enumerate(zip(steps, minibatches, strict=True)):
-            for field in ("tokens", "sequences"):
-                if step.get(field) != (value := getattr(totals, field)):
-                    what = f"step {at} counted {step.get(field)}, its minibatch has {value}"
-                    yield Found(line.where, what, field=f"steps.{field}")
+        minibatches = view.again.plan.totals
+        for name in ("steps", "critic"):
+            for at, step in enumerate(line.told.get(name, [])):
+                totals = minibatches[at % len(minibatches)]
+                for field in ("tokens", "sequences"):
+                    if step.get(field) != (value := getattr(totals, field)):
+                        what = f"step {at} counted {step.get(field)}, its minibatch has {value}"
+                        yield Found(line.where, what, field=f"{name}.{field}")
+
+
+def beta(view: IterationView) -> Iterator[Found]:
+    """The KL term's weight is the recipe's in the first iteration, and everywhere where it has no
+    target; from an iteration with a target the next one's follows by the sealed log-probs."""
+    run, number, kl = view.run, view.number, view.recipe.algorithm.kl
+    told = None if view.sealed.derived is None else view.sealed.derived.kl_beta
+    if told is None:
+        return
+    begins = number == run.first and run.segments[0].start is None
+    if (kl.target is None or begins) and told != kl.beta:
+        what = f"{told}, the recipe begins with {kl.beta}" if begins else f"{told}, not {kl.beta}"
+        yield Found(view.file(DERIVED_FILE), what, field="kl_beta")
+    for line in run.updates.of(number)[:1]:
+        if line.told.get("kl_beta", told) != told:
+            what = f"{line.told['kl_beta']}, {view.file(DERIVED_FILE)} has {told}"
+            yield Found(line.where, what, field="kl_beta")
+    if kl.target is None:
+        return
+    controller, numbers = KlController(told, kl.target, kl.horizon), view.again.credit.numbers
+    sequences = int(numbers.get("reference/sequences", 0))
+    following = controller.update(numbers.get("reference/kl_sequence", 0.0), sequences)
+    for line in run.updates.of(number + 1)[:1]:
+        if run.recipe_of(number + 1).algorithm.kl != kl:
+            continue  # a resume was allowed another one
+        if line.told.get("kl_beta", following) != following:
+            what = f"{line.told['kl_beta']}, from {told} of iteration {number} follows {following}"
+            yield Found(line.where, what, field="kl_beta")

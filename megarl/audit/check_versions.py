@@ -14,6 +14,7 @@ from megarl.contracts.states import State
 from megarl.contracts.version import WeightManifest
 from megarl.experience.manifest import MANIFEST_FILE, fault
 from megarl.experience.versions import LOADED, VERSION
+from megarl.recipe import RecipeError
 
 _ENTERED = {VERSION: State.ACTOR_COMMITTED, LOADED: State.ROLLOUT_READY}
 """The state that follows a line of versions.jsonl, by its kind."""
@@ -52,22 +53,51 @@ def versions(run: RunView) -> Iterator[Found]:
 
 
 def producers(view: IterationView) -> Iterator[Found]:
-    """Every version that a sealed iteration names is in versions.jsonl, in its role."""
+    """Every version that a sealed iteration names is in versions.jsonl, in its role; there is a
+    reference and a critic where the recipe has one, and they are those of then."""
     header, known = view.manifest.header, view.run.policy_versions
+    file, algorithm = view.file(MANIFEST_FILE), view.facts_recipe.algorithm
+    for role, needed in (("ref", algorithm.needs_reference), ("critic", algorithm.needs_values)):
+        if (role in header.producers) != needed and not view.run.only_scores:
+            what = "are needed by the recipe" if needed else "are sealed, the recipe needs none"
+            yield Found(file, f"{_MADE[role]} {what}", field=f"producers.{role}")
     for role, id_ in header.producers.items():
-        file, field = view.file(MANIFEST_FILE), f"producers.{role}"
+        field = f"producers.{role}"
         if id_ not in known:
             yield Found(file, f"version {id_} has no entry in versions.jsonl", field=field)
             continue
         wanted = {"rollout": "actor", "old": "actor", "ref": "reference"}.get(role, role)
         if known[id_].role != wanted:
             yield Found(file, f"version {id_} is the {known[id_].role}'s", field=field)
+        elif wanted != "actor" and not view.run.only_scores:  # `origin` tells of the actor's
+            last = _last_before(view.run, wanted, view.number)
+            if last is not None and last["id"] != id_:
+                what = f"made by version {id_}, {last.where} is the {wanted} of then"
+                yield Found(file, what, field=field)
+
+
+def _last_before(run: RunView, role: str, iteration: int) -> Line | None:
+    """The line of the version that `role` had when `iteration` was made: a line of an update says
+    which iteration it came after, the first one of a start is of the iteration that comes next."""
+    told = [line for line in run.versions if line.told.get("role") == role]
+    if iteration in {segment.first for segment in run.segments}:
+        begun = [line for line in told if line["iteration"] == iteration]
+        if begun:
+            return begun[0]
+    before = [line for line in told if line["iteration"] < iteration]
+    return before[-1] if before else next(iter(told), None)
+
+
+_MADE = {"ref": "reference log-probs", "critic": "values of a critic"}
+"""What a role's version made."""
 
 
 def _named(run: RunView) -> Iterator[tuple[str, str, str]]:
     """(where, field, version id) of every log line that names one."""
     for line in run.journal:
         yield line.where, "version", line["version"]
+        if "critic" in line.told:
+            yield line.where, "critic", line["critic"]
     for line in run.ledger:
         yield line.where, "version", line["version"]
     for line in run.updates:
@@ -142,7 +172,10 @@ def handovers(run: RunView) -> Iterator[Found]:
         return
     told: Counter[tuple[str, str]] = Counter()
     entered = Counter((line["state"], line["version"]) for line in run.journal)
-    starts = len(run.segments)
+    entered += Counter(
+        (line["state"], line["critic"]) for line in run.journal if "critic" in line.told
+    )
+    references = len(run.segments) + _refreshes(run)
     last = run.versions.lines[-1] if run.versions.lines else None
     for line in run.versions:
         state = _ENTERED.get(line["kind"])
@@ -150,7 +183,7 @@ def handovers(run: RunView) -> Iterator[Found]:
             yield Found(line.where, f"{line['kind']} is no kind of line", field="kind")
             continue
         told[state, line["id"]] += 1
-        known = starts if line.told.get("role") == "reference" else entered[state, line["id"]]
+        known = references if line.told.get("role") == "reference" else entered[state, line["id"]]
         # The generator of facts that are used again was ready before the resume.
         known += line["kind"] == LOADED and line["iteration"] in run.reused
         open_end = line is last and not run.is_finished
@@ -159,9 +192,19 @@ def handovers(run: RunView) -> Iterator[Found]:
             yield Found(line.where, what, field="id")
 
 
+def _refreshes(run: RunView) -> int:
+    """How often the reference took the actor's weights."""
+    try:
+        every = {number: run.recipe_of(number).reference.refresh_every for number in run.trained}
+    except RecipeError:  # `recipe` tells it
+        return 0
+    return sum(bool(n) and (number + 1) % n == 0 for number, n in every.items())
+
+
 def updates(run: RunView) -> Iterator[Found]:
     """Every iteration that trained has one line; it leads from the version that generated to the
-    one committed next, by as many steps as it says were taken."""
+    one committed next, by as many steps as it says were taken: pass by pass over the minibatches,
+    all of them or up to a stop. So it is with the critic's, of which there is no stop."""
     lines: dict[int, Line] = {}
     for line in run.updates:
         lines.setdefault(line["iteration"], line)
@@ -187,17 +230,55 @@ def _update(run: RunView, line: Line) -> Iterator[Found]:
     if committed is not None and committed["version"] != line["to"]:
         what = f"to version {line['to']}, {committed.where} committed {committed['version']}"
         yield Found(line.where, what, field="to")
-    steps = line["steps"]
-    minibatches = run.recipe_of(number).algorithm.minibatches
-    if len(steps) != minibatches:
-        what = f"{len(steps)} steps, the recipe has {minibatches} minibatches"
-        yield Found(line.where, what, field="steps")
-    if line["from"] in known and line["to"] in known:
-        rise = known[line["to"]].optimizer_step - known[line["from"]].optimizer_step
-        taken = sum(bool(step.get("stepped")) for step in steps)
-        if rise != taken:
-            what = f"{taken} steps were taken, the optimizer step rose by {rise}"
-            yield Found(line.where, what, field="steps")
+    yield from _steps(run, line)
+    critic = None if committed is None else committed.told.get("critic")
+    for field, old, new in (
+        ("steps", line["from"], line["to"]),
+        ("critic", _critic_before(run, updating), critic),
+    ):
+        if old in known and new in known:
+            rise = known[new].optimizer_step - known[old].optimizer_step
+            taken = sum(bool(step.get("stepped")) for step in line.told.get(field, []))
+            if rise != taken:
+                what = f"{taken} steps were taken, the optimizer step rose by {rise}"
+                yield Found(line.where, what, field=field)
+
+
+def _critic_before(run: RunView, updating: Line | None) -> str | None:
+    """The critic that the journal committed last before an update."""
+    told = None
+    for line in run.journal:
+        if line is updating:
+            return told
+        told = line.told.get("critic", told)
+    return None
+
+
+def _steps(run: RunView, line: Line) -> Iterator[Found]:
+    """Which steps there are, and their order."""
+    recipe = run.recipe_of(line["iteration"])
+    algorithm, critic = recipe.algorithm, line.told.get("critic", [])
+    order = [(e, m) for e in range(algorithm.epochs) for m in range(algorithm.minibatches)]
+    warming = algorithm.needs_values and line["iteration"] < recipe.critic.warmup_iterations
+    whole = f"{algorithm.epochs} × {algorithm.minibatches} minibatches"
+    whole = f"{algorithm.minibatches} minibatches" if algorithm.epochs == 1 else whole
+    for field, steps, wanted in (
+        ("steps", line["steps"], [] if warming else order),
+        ("critic", critic, order if algorithm.needs_values else []),
+    ):
+        told = [(step.get("epoch", 0), step.get("minibatch")) for step in steps]
+        stopped = [at for at, step in enumerate(steps) if step.get("stopped")]
+        if stopped and (field == "critic" or algorithm.target_kl is None):
+            yield Found(line.where, "a step was stopped, and nothing stops these", field=field)
+        elif stopped and (stopped[0] != len(steps) - 1 or steps[-1].get("stepped")):
+            yield Found(line.where, "a step was stopped, and steps went on", field=field)
+        ends = len(steps) if stopped else len(wanted)
+        if told != wanted[:ends]:
+            has = f"the recipe has {whole}" if wanted else "there should be none"
+            has = "the critic was warming up" if warming and field == "steps" else has
+            out_of_order = len(told) == ends and wanted
+            what = f"{len(steps)} steps" + (" out of order" if out_of_order else "")
+            yield Found(line.where, f"{what}, {has}", field=field)
 
 
 def once(run: RunView) -> Iterator[Found]:

@@ -164,9 +164,9 @@ ITERATION_CHECKS = (
     ),
     IterationCheck(
         "producers",
-        "versions of log-probs are known, in their roles",
+        "versions of log-probs and values are known, and those of then in their roles",
         check_versions.producers,
-        ("manifest",),
+        ("recipe", "manifest"),
     ),
     IterationCheck(
         "ids", "no two records have one id", check_samples.ids, ("recipe", "manifest", "parts")
@@ -191,7 +191,10 @@ ITERATION_CHECKS = (
     ),
     IterationCheck("ends", "responses end as their tokens say", check_samples.ends, COLUMNS),
     IterationCheck(
-        "log_probs", "log-probs are finite and not above 0", check_scores.log_probs, COLUMNS
+        "log_probs",
+        "log-probs are finite and not above 0, values finite",
+        check_scores.log_probs,
+        COLUMNS,
     ),
     IterationCheck(
         "clocks",
@@ -226,13 +229,19 @@ ITERATION_CHECKS = (
     ),
     IterationCheck(
         "advantages",
-        "advantages follow from the facts, bit for bit",
+        "advantages, token rewards and returns follow from the facts, bit for bit",
         check_training.advantages,
         _AGAIN,
     ),
     IterationCheck(
+        "beta",
+        "the KL term's weight follows from the recipe, iteration by iteration",
+        check_training.beta,
+        _CHECKED,
+    ),
+    IterationCheck(
         "losses",
-        "the first step's recorded loss is what the facts give",
+        "the first steps' recorded losses are what the facts give",
         check_training.first_losses,
         _CHECKED,
     ),

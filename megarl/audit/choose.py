@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.audit.group import sealed_advantage, verdict_of
+from megarl.audit.group import sealed_mean, tokens_of, verdict_of
 from megarl.audit.source import Words
 from megarl.audit.text import none_if_nan
 from megarl.experience.load import SealedIteration
@@ -45,6 +45,11 @@ class Row:
     verdict: str | None
     minibatch: int | None
     advantage: float | None
+    """Mean over its action tokens, as are the two below."""
+    value: float | None
+    """The critic's."""
+    returned: float | None
+    """What the critic learnt."""
     gap: float | None
     """Largest |old − rollout| log-prob of an action token."""
     response_ids: np.ndarray
@@ -145,17 +150,29 @@ def rows_of(sealed: SealedIteration, words: Words) -> Iterator[Row]:
             tokens=len(sample.response_ids),
             verdict=None if verdict is None else str(verdict),
             minibatch=None if minibatch < 0 else minibatch,
-            advantage=sealed_advantage(sealed, at) if minibatch >= 0 else None,
+            advantage=sealed_mean(sealed, at, "advantages") if minibatch >= 0 else None,
+            value=_mean_value(sealed, at),
+            returned=sealed_mean(sealed, at, "returns") if minibatch >= 0 else None,
             gap=none_if_nan(gap.max()) if len(gap) else None,
             response_ids=np.array(sample.response_ids),
             words=words,
         )
 
 
+def _mean_value(sealed: SealedIteration, row: int) -> float | None:
+    """Mean of the critic's values over the row's action tokens; None without a critic."""
+    if sealed.values is None:
+        return None
+    span = tokens_of(sealed, row)
+    values = sealed.values[span][sealed.samples.action_mask[span]]
+    return none_if_nan(values.astype(np.float64).mean()) if len(values) else None
+
+
 SORTS: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row.reward,
     "length": lambda row: row.tokens,
     "advantage": lambda row: row.advantage,
+    "value": lambda row: row.value,
     "gap": lambda row: row.gap,
 }
 

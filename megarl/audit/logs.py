@@ -127,6 +127,10 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
+SINCE: Mapping[str, Any] = {"critic": (list, str), "kl_beta": _NUMBER}
+"""Fields that not every line has, with their types where they are there."""
+
+
 def _parse(body: str, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     try:
         told = json.loads(body)
@@ -138,6 +142,9 @@ def _parse(body: str, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], str | 
         if key not in told:
             return {}, f"has no field {key!r}"
         if not isinstance(told[key], kind) or isinstance(told[key], bool):
+            return {}, f"field {key!r} is {type(told[key]).__name__}"
+    for key, kind in SINCE.items():
+        if key in told and (not isinstance(told[key], kind) or isinstance(told[key], bool)):
             return {}, f"field {key!r} is {type(told[key]).__name__}"
     return told, None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ from megarl.audit.again import (
     differences,
     recompute,
     scored_under,
-    terms,
-    token_kl,
+    sealed_beta,
 )
-from megarl.audit.losses import TOLERANCE, FirstLoss, first_loss
+from megarl.audit.losses import TOLERANCE, FirstLoss, first_loss, first_value_loss
+from megarl.audit.recompute_text import as_trained, what_if
 from megarl.audit.source import open_sealed, updates_of
+from megarl.audit.terms import terms, token_kl, value_losses
 from megarl.audit.view import RunView
 from megarl.audit.whatif import Refused, check_recomputable, told
 from megarl.experience.columns import SealError, write_columns
 from megarl.experience.load import SealedIteration
+from megarl.experience.parts import DERIVED_COLUMNS
 from megarl.experience.store import FOLDER
 from megarl.observe.output import prepare_output
 from megarl.observe.runfolder import RECIPE_FILE, NotARun
@@ -44,7 +46,8 @@ forward, are refused by name.
 examples:
   python tools/audit.py recompute runs/quickstart-s1
   python tools/audit.py recompute runs/quickstart-s1 --iterations 3-5
-  python tools/audit.py recompute runs/quickstart-s1 algorithm.normalize_std=false
+  python tools/audit.py recompute runs/quickstart-s1 algorithm.group_std=none
+  python tools/audit.py recompute runs/ppo algorithm.gae.lam=1 algorithm.whiten=none
   python tools/audit.py recompute runs/kl algorithm.kl.beta=0.01 algorithm.kl.estimator=k2
   python tools/audit.py recompute runs/quickstart-s1 algorithm.zero_variance=keep --out new.safetensors
 
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(job, results), allow_nan=False))
     else:
-        print("\n".join(_what_if(job, results) if job.changes else _as_trained(job, results)))
+        print("\n".join(what_if(job, results) if job.changes else as_trained(job, results)))
     return 1 if any(result.problems for result in results) else 0
 
 
@@ -123,7 +126,8 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.iterations is not None:
         chosen = text.iteration_range(arguments.iterations, chosen)
     roles = [source.iteration(number).manifest.header.producers for number in chosen]
-    check_recomputable(recipe, other, all("ref" in producers for producers in roles))
+    sealed_by_all = frozenset.intersection(*map(frozenset, roles)) if roles else frozenset()
+    check_recomputable(recipe, other, sealed_by_all)
     if arguments.out is not None:
         _check_out(arguments.out, arguments.folder)
     changes = told(recipe, other)
@@ -150,22 +154,22 @@ def _iteration(job: Job, number: int) -> Result:
     problems: list[Difference] = []
     if sealed.derived is not None:
         problems = list(differences(sealed, again))
-    loss = _first_loss(job, recipe, sealed, again)
+    loss, value_loss = _first_losses(job, recipe, sealed, again)
     new, scores = again, None
     if job.changes:
         facts = job.source.facts_recipe_of(number)
         if other.reward != facts.reward:
             scores = scored_under(sealed.scores, facts, other)
-        new = recompute(sealed, other, scores)
+        new = recompute(sealed, other, scores, _beta(sealed, recipe, other))
     return Result(
         iteration=number,
-        problems=[str(problem) for problem in problems] + _wrong_loss(loss),
+        problems=[*map(str, problems), *_wrong_loss(loss), *_wrong_loss(value_loss)],
         compared=sealed.derived is not None,
         old=_numbers(sealed, again, recipe),
         new=_numbers(sealed, new, other),
         first_loss=asdict(loss) if isinstance(loss, FirstLoss) else None,
         loss_not_compared=loss if isinstance(loss, str) else None,
-        changed=_changed(again, new),
+        changed=_changed(sealed, again, new),
         columns=_columns(sealed, new, other) if job.keeps_columns else {},
     )
 
@@ -173,11 +177,12 @@ def _iteration(job: Job, number: int) -> Result:
 def _numbers(sealed: SealedIteration, again: Recomputed, recipe: Recipe) -> dict[str, Any]:
     """What a table tells of an iteration under a recipe; None for what is not known."""
     trained = again.advantages[again.plan.trained]
+    values = value_losses(sealed, again, recipe) or []
     parts = [part for part in terms(sealed, again, recipe) if part is not None]
     kl = token_kl(sealed, recipe.algorithm.kl.estimator)
     on = np.repeat(again.plan.trained, sealed.samples.response_lengths) & sealed.samples.action_mask
     known = np.zeros(0) if kl is None else kl[on & ~np.isnan(kl)]
-    terms_kl = [part.kl for part in parts]
+    terms_kl, surrogates = [part.kl for part in parts], [part.surrogate for part in parts]
     return {
         "groups_trained": again.plan.selection.counts["groups_trained"],
         "samples_trained": int(again.plan.trained.sum()),
@@ -186,8 +191,10 @@ def _numbers(sealed: SealedIteration, again: Recomputed, recipe: Recipe) -> dict
         "advantage_abs_max": float(np.abs(trained).max()) if len(trained) else None,
         "kl_mean": _mean(known),
         "kl_tokens_unknown": None if kl is None else int(on.sum()) - len(known),
-        "surrogate": _mean([part.surrogate for part in parts]),
+        "kl_beta": again.derived.kl_beta,
+        "surrogate": None if None in surrogates else _mean(surrogates),
         "kl_term": None if None in terms_kl else _mean(terms_kl),
+        "value_loss": _mean([value for value in values if value is not None]),
     }
 
 
@@ -195,28 +202,38 @@ def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _first_loss(
+def _beta(sealed: SealedIteration, recipe: Recipe, other: Recipe) -> float:
+    """β under `other`: its own where it is another; else as it was in the iteration."""
+    own = other.algorithm.kl.beta
+    return sealed_beta(sealed, recipe) if own == recipe.algorithm.kl.beta else own
+
+
+def _first_losses(
     job: Job, recipe: Recipe, sealed: SealedIteration, again: Recomputed
-) -> FirstLoss | str:
-    """The first step's loss as the run recorded it and as it is recomputed, or why not."""
+) -> tuple[FirstLoss | str, FirstLoss | None]:
+    """The first steps' losses, the actor's (or why not) and the critic's, as the run recorded them
+    and as they are recomputed."""
     number = sealed.manifest.header.iteration
     lines = updates_of(job.source, number)
     if not lines:
-        return "no update is recorded"
+        return "no update is recorded", None
     rows = [line.told for line in job.source.metrics.of(number)[:1]]
-    return first_loss(sealed, again, recipe, lines[0], rows[0] if rows else {})
+    actor = first_loss(sealed, again, recipe, lines[0], rows[0] if rows else {})
+    return actor, first_value_loss(sealed, again, recipe, lines[0])
 
 
-def _wrong_loss(loss: FirstLoss | str) -> list[str]:
-    return [] if isinstance(loss, str) or loss.agrees else [str(loss)]
+def _wrong_loss(loss: FirstLoss | str | None) -> list[str]:
+    return [str(loss)] if isinstance(loss, FirstLoss) and not loss.agrees else []
 
 
-def _changed(old: Recomputed, new: Recomputed) -> int:
-    same = (old.advantages == new.advantages) | (
-        np.isnan(old.advantages) & np.isnan(new.advantages)
-    )
-    same &= old.plan.selection.verdict == new.plan.selection.verdict
-    return int((~(same & (old.plan.minibatch == new.plan.minibatch))).sum())
+def _changed(sealed: SealedIteration, old: Recomputed, new: Recomputed) -> int:
+    same = old.plan.selection.verdict == new.plan.selection.verdict
+    same &= old.plan.minibatch == new.plan.minibatch
+    lengths = sealed.samples.response_lengths
+    moved = old.derived.advantages != new.derived.advantages
+    moved &= np.repeat(old.plan.trained | new.plan.trained, lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return int((~same | (np.bincount(rows, moved, minlength=len(lengths)) > 0)).sum())
 
 
 def _columns(sealed: SealedIteration, new: Recomputed, recipe: Recipe) -> dict[str, np.ndarray]:
@@ -228,8 +245,10 @@ def _columns(sealed: SealedIteration, new: Recomputed, recipe: Recipe) -> dict[s
         "verdict": new.plan.selection.verdict,
         "minibatch": new.plan.minibatch,
         "sample_advantages": new.advantages,
-        "advantages": new.derived.advantages,
     }
+    for name in DERIVED_COLUMNS:
+        if getattr(new.derived, name) is not None:
+            columns[name] = getattr(new.derived, name)
     kl = token_kl(sealed, recipe.algorithm.kl.estimator)
     return columns if kl is None else columns | {"kl": kl}
 
@@ -262,86 +281,3 @@ def _as_json(job: Job, results: Sequence[Result]) -> dict[str, Any]:
             for result in results
         ],
     }
-
-
-_AS_TRAINED = ["iteration", "groups", "samples", "tokens", "mean|A|", "max|A|", "first-loss"]
-_AS_TRAINED += ["recorded", "result"]
-
-
-def _as_trained(job: Job, results: Sequence[Result]) -> Iterator[str]:
-    yield f"{job.source.folder}: recomputed from sealed facts under {job.recipe.hash}"
-    yield from _note_recipe(job)
-    yield from text.table([_AS_TRAINED, *(_cells_as_trained(result) for result in results)])
-    for result in results:
-        for problem in result.problems:
-            yield f"iteration {result.iteration}: {problem}"
-    trained = [result for result in results if result.compared]
-    for reason in sorted({result.loss_not_compared for result in trained} - {None}):
-        numbers = [r.iteration for r in trained if r.loss_not_compared == reason]
-        yield f"first loss of iterations {text.ranges(numbers)} not compared: {reason}"
-    equal = sum(result.compared and not result.problems for result in results)
-    yield (
-        f"{equal} of {len(results)} iterations: verdicts, minibatches and advantages are bit-equal "
-        "to what was trained on, and no first loss contradicts its record"
-    )
-
-
-def _cells_as_trained(result: Result) -> list[str]:
-    loss = result.first_loss or {}
-    keys = ("groups_trained", "samples_trained", "tokens_trained")
-    keys += ("advantage_abs_mean", "advantage_abs_max")
-    verdict = "bit-equal" if not result.problems else "DIFFERENT"
-    return [
-        str(result.iteration),
-        *(text.number(result.old[key]) for key in keys),
-        *(text.number(loss.get(key), 5) for key in ("recomputed", "recorded")),
-        verdict if result.compared else "never derived",
-    ]
-
-
-def _note_recipe(job: Job) -> Iterator[str]:
-    first = job.iterations[0]
-    sealed = job.source.iteration(first).manifest.header.recipe_hash
-    if sealed != job.source.facts_recipe_of(first).hash:
-        yield f"note: recipe.yaml is not the recipe of the seal, {sealed}: edited, or by other code"
-
-
-_CELLS = (
-    ("groups", "groups_trained", 6),
-    ("samples", "samples_trained", 6),
-    ("tokens", "tokens_trained", 7),
-    ("mean|A|", "advantage_abs_mean", 4),
-    ("max|A|", "advantage_abs_max", 4),
-    ("KL/token", "kl_mean", 3),
-    ("surrogate", "surrogate", 3),
-    ("KL-term", "kl_term", 3),
-)
-
-
-def _what_if(job: Job, results: Sequence[Result]) -> Iterator[str]:
-    yield f"{job.source.folder}: what other settings make of the same samples (old → new)"
-    for change in job.changes:
-        yield f"  {change}"
-    yield from _note_recipe(job)
-    cells = [
-        cell
-        for cell in _CELLS
-        if any(side[cell[1]] for result in results for side in (result.old, result.new))
-    ]
-    rows = [["iteration", *(head for head, _, _ in cells), "changed"]]
-    for result in results:
-        values = [_arrow(result.old[key], result.new[key], digits) for _, key, digits in cells]
-        rows.append([str(result.iteration), *values, str(result.changed)])
-    yield from text.table(rows)
-    unknown = sum(result.new["kl_tokens_unknown"] or 0 for result in results)
-    if unknown:
-        yield f"KL of {unknown} action tokens is not known: what did not train has no log-probs"
-    for result in results:
-        for problem in result.problems:
-            yield f"iteration {result.iteration} is not what was trained on: {problem}"
-    yield f"{sum(result.changed for result in results)} samples change; losses are at ratio 1"
-
-
-def _arrow(old: Any, new: Any, digits: int) -> str:
-    told_old, told_new = (text.number(value, digits) for value in (old, new))
-    return told_old if told_old == told_new else f"{told_old} → {told_new}"

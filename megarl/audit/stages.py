@@ -6,7 +6,7 @@ whatever replica made them. Samples are named by their id without the run's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -112,6 +112,11 @@ def log_probs(
         ref = _spread("ref_log_probs", a, b, a.ref_log_probs, b.ref_log_probs, rows, tolerance)
         found.append(ref)
     found.append(single("ref_log_probs", None, *there, 0.0))
+    there = [it.values is not None for it in (a, b)]
+    found.append(single("values", None, *there, 0.0))
+    if all(there):
+        found.append(_spread("values", a, b, a.values, b.values, rows, tolerance))
+        found.append(values("last_values", rows, a.last_values, b.last_values, tolerance))
     return _some(*found)
 
 
@@ -130,7 +135,9 @@ def advantages(
 ) -> list[FieldDifference]:
     one, other = a.derived.columns, b.derived.columns
     shared = sorted(one.keys() & other.keys())
+    betas = [it.derived.kl_beta for it in (a, b)]
     return _some(
+        None if None in betas else single("kl_beta", None, *betas, tolerance, -1),
         *(
             single(name, None, name in one, name in other, 0.0)
             for name in one.keys() ^ other.keys()
@@ -144,20 +151,38 @@ def update(a: RunView, b: RunView, number: int, tolerance: float) -> list[FieldD
     if len(lines) < 2:
         told = ("updated" if run.updates.of(number) else "missing" for run in (a, b))
         return _some(single("update", None, *told, 0.0))
-    one, other = (line["steps"] for line in lines)
-
-    def found() -> Iterator[FieldDifference | None]:
-        for at in range(max(len(one), len(other))):
-            x, y = (steps[at] if at < len(steps) else {} for steps in (one, other))
-            for name in x | y:
-                yield single(name, f"step {at}", x.get(name), y.get(name), tolerance, at)
-
-    steps = merged(found(), max(len(one), len(other)))
+    # The critic's steps come before the actor's, and what they led to after both.
+    critic = _steps("critic ", *(line.told.get("critic", []) for line in lines), tolerance, 0)
+    taken = max(len(line.told.get("critic", [])) for line in lines)
+    steps = critic + _steps("", *(line["steps"] for line in lines), tolerance, taken)
     if tolerance:
         return steps
     after = (_manifest(run, line["to"]) for run, line in zip((a, b), lines, strict=True))
-    # What the steps led to comes after them.
-    return steps + weights(*after, first_rank=max(len(one), len(other)))
+    return steps + weights(*after, taken + max(len(line["steps"]) for line in lines))
+
+
+_SINCE = {"epoch": 0, "stopped": False}
+"""Fields of a step that older lines lack, and what they are then."""
+
+
+def _steps(
+    whose: str,
+    one: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    tolerance: float,
+    first_rank: int,
+) -> list[FieldDifference]:
+    count = max(len(one), len(other))
+
+    def found() -> Iterator[FieldDifference | None]:
+        for at in range(count):
+            x, y = (_SINCE | dict(steps[at]) if at < len(steps) else {} for steps in (one, other))
+            for name in x | y:
+                values = (x.get(name), y.get(name))
+                where, rank = f"{whose}step {at}", first_rank + at
+                yield single(f"{whose}{name}", where, *values, tolerance, rank)
+
+    return merged(found(), count)
 
 
 def first_weights(run: RunView) -> WeightManifest | None:

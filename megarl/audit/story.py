@@ -16,6 +16,7 @@ import torch
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.audit import group
+from megarl.audit.again import Recomputed
 from megarl.audit.earlier import EarlierView, rolled_back
 from megarl.audit.group import tokens_of, verdict_of
 from megarl.audit.source import Words, flatten, updates_of, version_lines
@@ -41,6 +42,9 @@ VERDICT_WORDS: Mapping[str, str] = {
     Verdict.ZERO_VARIANCE: "dropped: all rewards of its group are equal "
     "(algorithm.zero_variance drop)",
     Verdict.SURPLUS: "dropped: enough groups before its own were fit to train",
+    Verdict.NO_STEPS: "refused: it has no step score (algorithm.rewards process)",
+    Verdict.TRUNCATED: "compared with its group and not trained on: it was cut off "
+    "(algorithm.overlong.mask_truncated)",
 }
 MATTERED = (
     "seed",
@@ -58,6 +62,9 @@ MATTERED = (
     "algorithm",
     "actor.lr",
     "actor.lr_schedule",
+    "critic",
+    "reference.path",
+    "reference.refresh_every",
 )
 """Recipe keys and sections that decided the sample and what it taught; sampling is told apart."""
 
@@ -96,8 +103,8 @@ def story(run: RunView, sealed: SealedIteration, row: int, words: Words) -> dict
         "generation": _generation(sealed, row),
         "token_table": _tokens(recipe, sealed, row, words),
         "reward": _reward(run.facts_recipe_of(header.iteration), sealed, row),
-        "group": group.siblings(sealed, row),
-        "advantage": group.advantage(recipe, sealed, row),
+        "group": group.siblings(recipe, sealed, row),
+        "advantage": group.advantage(recipe, sealed, row, _again(run, header.iteration)),
         "training": _training(run, sealed, row),
         "versions": _versions(run, sealed),
         "attempts": _attempts(run, header.iteration),
@@ -111,6 +118,14 @@ def story(run: RunView, sealed: SealedIteration, row: int, words: Words) -> dict
             "tokenizer_hash": header.tokenizer_hash,
         },
     }
+
+
+def _again(run: RunView, iteration: int) -> Recomputed | None:
+    """None where the recipe cannot be applied to the facts, which `verify` tells."""
+    try:
+        return run.iteration(iteration).again
+    except ValueError:
+        return None
 
 
 def _joined(pieces: list[str] | None) -> str | None:
@@ -169,6 +184,12 @@ def _tokens(
         columns["ref_log_prob"] = ref
         kind = recipe.algorithm.kl.estimator
         columns["kl"] = kl_estimate(kind, torch.tensor(old), torch.tensor(ref)).numpy()
+    if sealed.values is not None:
+        columns["value"] = sealed.values[span]
+    steps = sealed.scores.steps.select([row])
+    if len(steps.token):
+        columns["step_reward"] = np.full(len(sample.response_ids), np.nan)
+        columns["step_reward"][steps.token] = steps.value
     if sealed.derived is not None:
         columns |= {name: values[span] for name, values in sealed.derived.columns.items()}
     return [
@@ -222,13 +243,17 @@ def _training(run: RunView, sealed: SealedIteration, row: int) -> dict[str, Any]
     if verdict is Verdict.TRAINED:
         recipe = run.recipe_of(sealed.manifest.header.iteration)
         minibatch = int(sealed.derived.minibatch[row])
-        told |= {"minibatch": minibatch, "minibatches": recipe.algorithm.minibatches}
+        algorithm = recipe.algorithm
+        told |= {"minibatch": minibatch, "minibatches": algorithm.minibatches}
+        told |= {"epochs": algorithm.epochs}
         told |= _weight(recipe, sealed, row, minibatch)
         lines = updates_of(run, sealed.manifest.header.iteration)
         if lines:
-            steps = [step for step in lines[0]["steps"] if step["minibatch"] == minibatch]
-            told["update"] = {name: lines[0].get(name) for name in ("from", "to")}
-            told["update"]["step"] = steps[0] if steps else None
+            told["update"] = {name: lines[0].get(name) for name in ("from", "to", "kl_beta")}
+            for name, role in (("steps", "steps"), ("critic", "critic_steps")):
+                found = [s for s in lines[0].get(name, ()) if s["minibatch"] == minibatch]
+                told["update"][role] = found
+            told["update"]["step"] = next(iter(told["update"]["steps"]), None)
             told["update"]["experience_hash"] = lines[0].get("experience_hash")
     return told
 

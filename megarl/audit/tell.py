@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megarl.audit.tell_credit import formula, trained_on
 from megarl.audit.text import number, shown
 
 INDENT = "  "
@@ -127,7 +128,9 @@ _COLUMNS = (
     ("gap", "gap", 9, "{:+.1e}"),
     ("ref_log_prob", "ref", 11, "{:.6f}"),
     ("kl", "kl", 9, "{:.2e}"),
-    ("shaped_rewards", "shaped", 10, "{:.5f}"),
+    ("step_reward", "step", 9, "{:.4f}"),
+    ("value", "value", 10, "{:.5f}"),
+    ("shaped_rewards", "reward", 10, "{:.5f}"),
     ("returns", "return", 10, "{:.5f}"),
     ("advantages", "advantage", 11, "{:+.6f}"),
 )
@@ -228,30 +231,10 @@ def _group(story: Story, width: int) -> Iterator[str]:
         ("std", None if group["std"] is None else f"{number(group['std'], 10)} (ddof 1)"),
         (
             "advantage" if story["advantage"]["trained_on"] is not None else "it would be",
-            _formula(story["advantage"], group),
+            formula(story["advantage"], group),
         ),
-        ("trained on", _trained_on(story["advantage"])),
+        ("trained on", trained_on(story["advantage"])),
     )
-
-
-def _formula(advantage: Story, group: Story) -> str | None:
-    if advantage["recomputed"] is None:
-        return "none: nothing to compare this sample with"
-    reward, mean = number(advantage["reward"], 10), number(group["mean"], 10)
-    value = number(advantage["recomputed"], 10)
-    if group["std"] == 0 or advantage["recomputed"] == 0 == group["std"]:
-        return f"A = {value}: all rewards of the group are equal"
-    if not advantage["normalize_std"]:
-        return f"A = r − mean = {reward} − {mean} = {value}"
-    std, eps = number(group["std"], 10), number(advantage["eps"])
-    return f"A = (r − mean) / (std + eps) = ({reward} − {mean}) / ({std} + {eps}) = {value}"
-
-
-def _trained_on(advantage: Story) -> str:
-    if advantage["trained_on"] is None:
-        return "no advantage: the sample did not train"
-    told = f"{number(advantage['trained_on'], 9)} on every action token (float32, sealed)"
-    return told + (": equal, bit for bit" if advantage["equal"] else "; THE FORMULA SAYS OTHERWISE")
 
 
 def _training(training: Story, width: int) -> Iterator[str]:
@@ -264,17 +247,13 @@ def _training(training: Story, width: int) -> Iterator[str]:
         f"of the loss ({training['minibatch_tokens']} tokens, "
         f"{training['minibatch_sequences']} sequences)"
     )
-    step = update and update["step"]
     if update is None:
         told = "none is recorded in updates.jsonl: the run ended before, or the line is missing"
-    elif step is None:
+    elif not update["steps"]:
         told = f"{update['from']} → {update['to']}, but no step of this minibatch is recorded"
     else:
-        done = "stepped" if step["stepped"] else f"no step: {step['skipped_reason']}"
-        told = (
-            f"{update['from']} → {update['to']}; {done}, loss {number(step['loss'])}, gradient "
-            f"norm {number(step['grad_norm'])}, learning rate {number(step['lr'])}"
-        )
+        steps = "; ".join(map(_step, update["steps"]))
+        told = f"{update['from']} → {update['to']}; {steps}"
     if training["times_trained"] > 1:
         told += f"; RECORDED {training['times_trained']} TIMES"
     yield from _fields(
@@ -282,6 +261,16 @@ def _training(training: Story, width: int) -> Iterator[str]:
         ("minibatch", f"{training['minibatch']} of {training['minibatches']} (from 0)"),
         ("weight", weight),
         ("update", told),
+        ("critic", update and "; ".join(map(_step, update["critic_steps"]))),
+    )
+
+
+def _step(step: Story) -> str:
+    done = "stepped" if step["stepped"] else f"no step: {step['skipped_reason']}"
+    epoch = f"pass {step['epoch']}: " if step.get("epoch") else ""
+    return (
+        f"{epoch}{done}, loss {number(step['loss'])}, gradient norm {number(step['grad_norm'])}, "
+        f"learning rate {number(step['lr'])}"
     )
 
 

@@ -31,6 +31,7 @@ _METADATA = "megarl"
 _DTYPES = {
     "bool": "BOOL",
     "int8": "I8",
+    "int16": "I16",
     "int32": "I32",
     "int64": "I64",
     "float32": "F32",

@@ -31,6 +31,7 @@ from megarl.experience.manifest import (
     read_manifest,
     sealed_iterations,
 )
+from megarl.experience.part_columns import check_columns
 
 __all__ = [
     "Manifest",
@@ -52,6 +53,8 @@ class SealedDerived:
     minibatch: np.ndarray  # int32 [N], −1 where the row did not train
     columns: dict[str, np.ndarray]
     """`advantages`, …: float32 [R], NaN on rows that no owner had."""
+    kl_beta: float | None = None
+    """The weight of the KL penalty in this iteration; None where it is not told: the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class SealedIteration:
     owner: np.ndarray  # int32 [N], the data-parallel part that scored the row, −1 for none
     old_log_probs: np.ndarray  # float32 [R], NaN on rows without an owner
     ref_log_probs: np.ndarray | None  # float32 [R], likewise
+    values: np.ndarray | None  # float32 [R], the critic's, likewise
+    last_values: np.ndarray | None  # float32 [N], at each last token's own position, likewise
     derived: SealedDerived | None
     """None where the run ended between sealing and deriving."""
 
@@ -111,6 +116,12 @@ def load_iteration(run_folder: Path, iteration: int) -> SealedIteration:
     if ("ref" in header.producers) != any("ref_log_probs" in part.columns for part in scored):
         raise SealError(f"{folder}: ref_log_probs and their producer are not both there")
     ref = _spread(samples, scored, "ref_log_probs") if "ref" in header.producers else None
+    values = last_values = None
+    if ("critic" in header.producers) != any("values" in part.columns for part in scored):
+        raise SealError(f"{folder}: values and their producer are not both there")
+    if "critic" in header.producers:
+        values = _spread(samples, scored, "values")
+        last_values = _spread_rows(samples, scored, "last_values")
     return SealedIteration(
         folder=folder,
         manifest=manifest,
@@ -123,6 +134,8 @@ def load_iteration(run_folder: Path, iteration: int) -> SealedIteration:
         owner=owner,
         old_log_probs=old,
         ref_log_probs=ref,
+        values=values,
+        last_values=last_values,
         derived=_load_derived(folder, manifest, samples, owner),
     )
 
@@ -155,7 +168,7 @@ def _read_kind(
                     f"{path}: {field} {metadata.get(field)}, the iteration's is {value}"
                 )
         try:
-            parts.check_columns(kind, columns)
+            check_columns(kind, columns)
         except ValueError as error:
             raise SealError(f"{path}: {error}") from error
         found.append(_Read(path, part.index, columns, metadata))
@@ -269,6 +282,17 @@ def _spread(samples: Samples, owned: Sequence[_Read], name: str) -> np.ndarray:
     return whole
 
 
+def _spread_rows(samples: Samples, owned: Sequence[_Read], name: str) -> np.ndarray:
+    """As `_spread`, of a column with one value a row: float32 [N]."""
+    whole = np.full(len(samples), np.nan, dtype=np.float32)
+    keys = pair_keys(samples.draw_index, samples.candidate)
+    for read in owned:
+        if name not in read.columns:
+            raise SealError(f"{read.path}: {name} is missing, other owners have it")
+        whole[np.searchsorted(keys, read.keys)] = read.columns[name]
+    return whole
+
+
 def _load_derived(
     folder: Path, manifest: Manifest, samples: Samples, owner: np.ndarray
 ) -> SealedDerived | None:
@@ -279,8 +303,11 @@ def _load_derived(
     try:
         listed = parts_of(told)
         made_of = {name: told[name] for name in ("experience_hash", "recipe_hash")}
-    except (KeyError, TypeError) as error:
+        kl_beta = None if "kl_beta" not in told else float(told["kl_beta"])
+    except (KeyError, TypeError, ValueError) as error:
         raise SealError(f"{path}: not derived experience: {fault(error)}") from error
+    if kl_beta is not None:
+        made_of["kl_beta"] = kl_beta
     if made_of["experience_hash"] != manifest.experience_hash:
         raise SealError(f"{path}: experience_hash {made_of['experience_hash']} is another's")
     chosen = _read_kind(folder, listed, "selection", made_of)[0]
@@ -298,4 +325,5 @@ def _load_derived(
         verdict=chosen.columns["verdict"],
         minibatch=chosen.columns["minibatch"],
         columns={name: _spread(samples, owned, name) for name in names},
+        kl_beta=kl_beta,
     )

@@ -1,7 +1,8 @@
 """What lies in each kind of part, as columns. Pure: arrays in, arrays out.
 
     rollout_<replica>.safetensors   facts of generation and scoring, by the replica's leader
-    scored_<dp>.safetensors         facts of the trainer: old and reference log-probs, by dp owner
+    scored_<dp>.safetensors         facts of the trainer: old and reference log-probs, the critic's
+                                    values, by dp owner
     prompts.jsonl                   the drawn prompts, by draw index
     drawn.json                      how the samples came about (`drawn.py`)
     selection.safetensors           derived: which rows train, in which minibatch, the rest why not
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,12 +27,16 @@ from megarl.contracts.records import (
     Prompt,
     RewardKind,
     RewardRecord,
-    RewardStatus,
     Scores,
+    Steps,
 )
 from megarl.contracts.samples import Samples
 from megarl.data.table import name_pairs, pair_keys
-from megarl.rollout.selection import VERDICTS, Selection
+from megarl.experience.part_columns import COMPONENT
+from megarl.rollout.selection import Selection
+
+if TYPE_CHECKING:
+    from megarl.data.prepare import Prepared
 
 Columns = dict[str, np.ndarray]
 
@@ -49,10 +54,11 @@ SAMPLE_COLUMNS = (
     "started",
     "finished",
 )
-COMPONENT = "reward.component."
-"""Before a component's name: float64 [N], NaN where a record has none."""
+EXPERTS_COLUMNS = ("experts_offsets", "experts")
+"""Of samples whose generator told them; the others' parts have none."""
 ROW_COLUMNS = ("draw_index", "candidate", "response_offsets")
 """Of parts by owner: whose rows these are, and how long."""
+SCORED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "last_values")
 DERIVED_COLUMNS = ("advantages", "shaped_rewards", "returns")
 PROMPT_FIELDS = frozenset(item.name for item in fields(Prompt)) - {"token_ids"}
 
@@ -63,98 +69,12 @@ _SCORE_FIELDS = {
     "reward.seconds": "seconds",
 }
 """Column → field of `Scores`."""
-_SHAPES: dict[str, dict[str, tuple[str, str]]] = {
-    "rollout": {
-        "draw_index": ("int32", "N"),
-        "candidate": ("int32", "N"),
-        "prompt_ids": ("int32", "P"),
-        "prompt_offsets": ("int64", "N+1"),
-        "response_ids": ("int32", "R"),
-        "response_offsets": ("int64", "N+1"),
-        "action_mask": ("bool", "R"),
-        "rollout_log_probs": ("float32", "R"),
-        "end_reason": ("int8", "N"),
-        "seed": ("int64", "N"),
-        "started": ("float64", "N"),
-        "finished": ("float64", "N"),
-        "reward.total": ("float64", "N"),
-        "reward.status": ("int8", "N"),
-        "reward.detail": ("int32", "N"),
-        "reward.seconds": ("float64", "N"),
-        "reward.step_offsets": ("int64", "N+1"),
-        "reward.step_token": ("int32", "S"),
-        "reward.step_value": ("float64", "S"),
-    },
-    "scored": {
-        "draw_index": ("int32", "N"),
-        "candidate": ("int32", "N"),
-        "response_offsets": ("int64", "N+1"),
-        "old_log_probs": ("float32", "R"),
-        "ref_log_probs": ("float32", "R?"),
-    },
-    "selection": {
-        "draw_index": ("int32", "N"),
-        "candidate": ("int32", "N"),
-        "verdict": ("int8", "N"),
-        "minibatch": ("int32", "N"),
-    },
-    "derived": {
-        "draw_index": ("int32", "N"),
-        "candidate": ("int32", "N"),
-        "response_offsets": ("int64", "N+1"),
-        "advantages": ("float32", "R"),
-        "shaped_rewards": ("float32", "R?"),
-        "returns": ("float32", "R?"),
-    },
+_STEP_FIELDS = {
+    "reward.step_offsets": "offsets",
+    "reward.step_token": "token",
+    "reward.step_value": "value",
 }
-"""Kind → column → dtype and length: N rows, P prompt and R response tokens, S step rewards; with
-`?` it may be absent. A rollout part also has its components, float64 [N] each."""
-_BOUNDS = {
-    "reward.status": (0, len(STATUSES)),
-    "reward.detail": (0, 1 << 31),
-    "verdict": (0, len(VERDICTS)),
-    "minibatch": (-1, 1 << 31),
-}
-_OFFSETS = {"P": "prompt_offsets", "R": "response_offsets", "S": "reward.step_offsets"}
-
-
-def check_columns(kind: str, columns: Mapping[str, np.ndarray]) -> None:
-    """Raises `ValueError` naming the column: missing, unknown, of another dtype or length than the
-    kind has, offsets that fall, or rows that do not rise in (draw index, candidate)."""
-    wanted = _SHAPES[kind]
-    if kind == "rollout":
-        wanted = wanted | {n: ("float64", "N") for n in columns if n.startswith(COMPONENT)}
-    missing = [n for n in wanted if n not in columns and not wanted[n][1].endswith("?")]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing")
-    unknown = sorted(columns.keys() - wanted.keys())
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no column of a {kind} part")
-    rows = len(columns["draw_index"])
-    lengths = {"N": rows, "N+1": rows + 1}
-    for size, name in _OFFSETS.items():
-        if name in columns:
-            offsets = columns[name]
-            if offsets.shape != (rows + 1,) or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-                raise ValueError(f"{name} must rise from 0 over {rows} rows")
-            lengths[size] = int(offsets[-1])
-    for name, array in columns.items():
-        dtype, size = wanted[name]
-        expected = (lengths[size.removesuffix("?")],)
-        if array.dtype != dtype or array.shape != expected:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, not {dtype}{expected}")
-    falls = np.flatnonzero(np.diff(pair_keys(columns["draw_index"], columns["candidate"])) <= 0)
-    if len(falls):
-        row = int(falls[0]) + 1
-        told = f"{columns['draw_index'][row]}/{columns['candidate'][row]}"
-        raise ValueError(f"draw_index, candidate: sample {told} is twice there or out of order")
-    for name, (low, high) in _BOUNDS.items():
-        if name in columns and not ((low <= columns[name]) & (columns[name] < high)).all():
-            raise ValueError(f"{name} has values that are not in {low} … {high - 1}")
-    if kind == "rollout":
-        scored = columns["reward.status"] == STATUSES.index(RewardStatus.OK)
-        if not np.array_equal(np.isfinite(columns["reward.total"]), scored):
-            raise ValueError("reward.total must be a finite number exactly where the status is ok")
+"""Column → field of `Steps`."""
 
 
 def rollout_part(
@@ -180,7 +100,8 @@ def rollout_part(
     if odd:
         raise ValueError(f"a fact must be a raw reward of scorer {scorer_version}, not {odd[0]}")
     scores = Scores.from_records(ordered)
-    columns = {name: getattr(samples, name) for name in SAMPLE_COLUMNS}
+    names = SAMPLE_COLUMNS + (EXPERTS_COLUMNS if len(samples.experts) else ())
+    columns = {name: getattr(samples, name) for name in names}
     columns |= {name: getattr(scores, field) for name, field in _SCORE_FIELDS.items()}
     columns |= {COMPONENT + name: column for name, column in scores.components.items()}
     columns |= _step_columns(ordered)
@@ -223,7 +144,9 @@ def _step_columns(records: Sequence[RewardRecord]) -> Columns:
 
 def samples_of(columns: Mapping[str, np.ndarray], version_id: str) -> Samples:
     """Raises `ValueError` and `KeyError` as `Samples` does for columns that are none."""
-    return Samples(**{name: columns[name] for name in SAMPLE_COLUMNS}, version_id=version_id)
+    held = {name: columns[name] for name in EXPERTS_COLUMNS if name in columns}
+    held |= {name: columns[name] for name in SAMPLE_COLUMNS}
+    return Samples(**held, version_id=version_id)
 
 
 def records_of(
@@ -287,15 +210,19 @@ def scores_of(columns: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) ->
         details=tuple(metadata["details"]),
         components={name.removeprefix(COMPONENT): columns[name] for name in names},
         scorer_version=metadata["scorer_version"],
+        steps=Steps(**{field: columns[name] for name, field in _STEP_FIELDS.items()}),
     )
 
 
-def scored_part(
-    samples: Samples, old_log_probs: np.ndarray, ref_log_probs: np.ndarray | None
-) -> Columns:
-    """The trainer's facts of the rows that one data-parallel part owns, float32 [R] each."""
-    columns = _rows(samples) | {"old_log_probs": old_log_probs}
-    return columns if ref_log_probs is None else columns | {"ref_log_probs": ref_log_probs}
+def scored_part(prepared: Prepared) -> Columns:
+    """The trainer's facts of the rows that one data-parallel part owns, float32 [R] each and
+    `last_values` float32 [N]. What is None was not computed and is no column."""
+    columns = _rows(prepared.samples)
+    for name in SCORED_COLUMNS:
+        column = getattr(prepared, name)
+        if column is not None:
+            columns[name] = column
+    return columns
 
 
 def derived_part(samples: Samples, derived: Derived) -> Columns:

@@ -1,8 +1,8 @@
 """Writes `experience/iter_N/`: parts by the ranks that have them, the manifest last, by rank 0.
 
     rollout()   while log-probs are computed, replica leaders write what was generated and scored
-    seal()      every owner's log-probs, how the samples came about, then `manifest.json`: now it is
-                EXPERIENCE_SEALED
+    seal()      every owner's log-probs and values, how the samples came about, then
+                `manifest.json`: now it is EXPERIENCE_SEALED
     derive()    while the update runs, selection and advantages are written
     settle()    waits for them, then `derived.json`, before the update is committed
 
@@ -57,6 +57,7 @@ from megarl.experience.manifest import (
     sealed_iterations,
     write_json,
 )
+from megarl.experience.part_columns import check_columns
 from megarl.rollout.selection import Selection
 from megarl.world import World
 
@@ -141,9 +142,7 @@ class ExperienceStore:
         world = self._world
         folder = iteration_folder(self._run_folder, header.iteration)
         if world.leads_owners:
-            columns = parts.scored_part(
-                prepared.samples, prepared.old_log_probs, prepared.ref_log_probs
-            )
+            columns = parts.scored_part(prepared)
             path = folder / f"scored_{world.dp_index}.safetensors"
             made_by = {"producers": header.producers}
             self._submit(_write_checked, path, "scored", world.dp_index, columns, made_by)
@@ -182,10 +181,14 @@ class ExperienceStore:
         Returns the hash that `derived.json` will have, the same on every rank; `settle` waits.
 
         `minibatch` int [N] is each row's minibatch, −1 where it does not train; `samples` are this
-        rank's rows, `derived` what it trains on besides facts.
+        rank's rows, `derived` what it trains on besides facts; its `kl_beta` is told with them.
         """
         world, folder = self._world, iteration_folder(self._run_folder, iteration)
-        made_of = {"experience_hash": experience_hash, "recipe_hash": recipe_hash}
+        made_of = {
+            "experience_hash": experience_hash,
+            "recipe_hash": recipe_hash,
+            "kl_beta": float(derived.kl_beta),
+        }
         mine = []
         if world.leads_owners:
             file = f"derived_{world.dp_index}.safetensors"
@@ -335,7 +338,7 @@ def _encode_checked(
 def _check(file: str, kind: str, columns: parts.Columns) -> None:
     """What `load.py` would refuse is not written."""
     try:
-        parts.check_columns(kind, columns)
+        check_columns(kind, columns)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.assemble import actor_of, offload_of, sampling_of
+from megarl.assemble import sampling_of
+from megarl.assemble_roles import actor_of, controller_of, critic_of, offload_of
 from megarl.contracts.states import FROM_SEALED
 from megarl.contracts.tokens import Tokens
 from megarl.desk import Desk, console_of, desk_of
@@ -43,7 +44,7 @@ def assembled_to_train(launch: Launch, world: World, failure: Failure) -> Iterat
         desk.announce("build_actor")
         spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)
-        actor = actor_of(recipe, world, spec)
+        actor, critic = actor_of(recipe, world, spec), critic_of(recipe, world)
         placement = megatron_placement(spec, world.mesh)
         dtype = getattr(torch, recipe.rollout.dtype)
         digester = Digester(placement, world.rank, actor.named_parameters(), dtype)
@@ -56,9 +57,11 @@ def assembled_to_train(launch: Launch, world: World, failure: Failure) -> Iterat
             held_out=(),
             actor=actor,
             reference=None,
+            critic=critic,
+            controller=controller_of(recipe),
             hybrid=TrainingOnly(
                 lambda: weight_manifest(placement, digester, dtype, world),
-                offload_of(recipe, world, actor),
+                offload_of(recipe, world, actor, critic),
             ),
             pool=None,
             sampling=sampling_of(recipe, tokens),

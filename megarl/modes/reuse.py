@@ -4,7 +4,8 @@
 
 The facts were made by the very version that the run was resumed at. So in the same layout all that
 follows has the bits of a run that was never interrupted. In another one the packs differ, and old
-log-probs, which stay as they were sealed, from the ones that these packs would give by roundings.
+log-probs and values, which stay as they were sealed, from those that these packs would give, by
+roundings.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def evaluate_again(run: Run, iteration: int) -> None:
         return
     with run.hybrid.generating(iteration, run.version, run.manifest) as generator:
         run.evaluate_if_due(iteration, generator)
-    run.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=run.manifest.hash)
+    run.agree(State.ACTOR_COMMITTED, iteration, **run.committed)
 
 
 def _is_sealed(run: Run, iteration: int) -> bool:
@@ -133,8 +134,9 @@ def _refusals(
     reference = run.reference_version if run.reference is not None else None
     made_by = {"rollout": run.version.id, "old": run.version.id}
     made_by |= {"ref": reference.id} if reference is not None else {}
+    made_by |= {"critic": run.critic_version.id} if run.critic is not None else {}
     for role in sorted(made_by.keys() | header.producers.keys()):
-        told = f"{role} log-probs of version"
+        told = "values of critic version" if role == "critic" else f"{role} log-probs of version"
         compared.append((told, header.producers.get(role), made_by.get(role)))
     compared.append(("tokenizer", header.tokenizer_hash, run.tokens.hash))
     mine = asdict(run.sampling)
@@ -171,7 +173,7 @@ def _reload(run: Run, facts: SealedIteration, recipe: Recipe) -> Reloaded:
     """Collective; every rank holds the same facts, so that all raise here or none."""
     source = Source(run.folder, facts.manifest.header.iteration)
     try:
-        again = reload(run.world, recipe, source, facts, run.actor)
+        again = reload(run.world, recipe, source, facts, run.actor, run.critic)
     except OtherModel as error:
         raise CannotReuse(f"{error}; {WAY_OUT}") from error
     if again.from_rollout:

@@ -120,12 +120,15 @@ def _scored_then(world: World, iteration: SealedIteration) -> Prepared:
     own = np.flatnonzero(share & (iteration.owner >= 0))
     samples = iteration.samples
     tokens = ragged_index(samples.response_offsets, own)
-    ref = iteration.ref_log_probs
+    ref, values, last = iteration.ref_log_probs, iteration.values, iteration.last_values
     return Prepared(
         samples=samples.select(own),
         packs=[],
         old_log_probs=iteration.old_log_probs[tokens],
         ref_log_probs=None if ref is None else ref[tokens],
+        values=None if values is None else values[tokens],
+        last_values=None if last is None else last[own],
+        critic_packs=None,
     )
 
 

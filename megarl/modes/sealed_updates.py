@@ -1,7 +1,8 @@
 """From sealed facts to an update, in the layout at hand: nothing is generated or scored.
 
 The plan (which rows train, in which minibatch and pack) is made anew from the sealed table: it
-depends on the recipe, and its packs on the layout. Old and reference log-probs are the sealed ones.
+depends on the recipe, and its packs on the layout. Old and reference log-probs are the sealed ones,
+and so are the critic's values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.world import World
 
 if TYPE_CHECKING:  # what is sealed can be read without megatron, whose import takes seconds
-    from megarl.models.roles import Actor
+    from megarl.models.roles import Actor, Critic
 
 NOT_MEASURED = Parity(0.0, 0.0, 0, "nothing was generated")
 """Parity is between a trainer and a generator: here there is none."""
@@ -47,11 +48,13 @@ class Reloaded:
     table: SampleTable
     plan: IterationPlan
     prepared: Prepared
-    """This rank's rows; old and reference log-probs are the constants that the update gets."""
+    """This rank's rows; log-probs and values are the constants that the update gets."""
     experience: Experience
     gap_max: float
     """Largest |log-prob of the weights at hand − sealed old log-prob| of an action token, nats."""
     gap_mean: float
+    value_gap_max: float
+    """Largest |value of the critic at hand − sealed value| of an action token; 0 without one."""
     from_rollout: int
     """Action tokens whose constant is the generator's log-prob, since their row was sealed without
     an old one: it did not train then, and does under this recipe."""
@@ -119,12 +122,17 @@ def load_source(source: Source, recipe: Recipe, tokens: Tokens, spec: ModelSpec)
 
 
 def reload(
-    world: World, recipe: Recipe, source: Source, iteration: SealedIteration, actor: Actor
+    world: World,
+    recipe: Recipe,
+    source: Source,
+    iteration: SealedIteration,
+    actor: Actor,
+    critic: Critic | None = None,
 ) -> Reloaded:
-    """Collective; `iteration` is the same on every rank.
+    """Collective; `iteration` is the same on every rank. `critic` is there where one will learn.
 
-    Raises `OtherModel` on every rank where a KL term needs reference log-probs that were not
-    sealed.
+    Raises `OtherModel` on every rank where a KL term needs reference log-probs, the critic values,
+    or replayed routing experts, that were not sealed.
     """
     table = table_of(iteration)
     plan = plan_iteration(
@@ -135,24 +143,38 @@ def reload(
         drawn=iteration.drawn.drawn([prompt["source"] for prompt in iteration.prompts]),
         even_length=actor.spec.even_length,
     )
-    needs_ref = recipe.algorithm.kl.beta > 0
-    _check_reference(iteration, plan, needs_ref)
+    needs_ref, needs_values = recipe.algorithm.needs_reference, recipe.algorithm.needs_values
+    if needs_ref:
+        _check_sealed(iteration, plan, iteration.ref_log_probs, *_REFERENCE)
+    if needs_values:
+        _check_sealed(iteration, plan, iteration.values, *_CRITIC)
     samples = iteration.samples
+    if recipe.actor.replay_routing and len(samples) and not len(samples.experts):
+        raise OtherModel(
+            f"{iteration.folder}: sealed without the experts that its tokens went to, and "
+            "actor.replay_routing is true; set it to false"
+        )
     own = np.flatnonzero(plan.update.owner == world.dp_index)
     tokens = ragged_index(samples.response_offsets, own)
     sealed_old = iteration.old_log_probs[tokens]
     rollout = samples.rollout_log_probs[tokens]
     ref = iteration.ref_log_probs[tokens] if needs_ref else None
+    values = iteration.values[tokens] if needs_values else None
+    last_values = iteration.last_values[own] if needs_values else None
     now = prepare(
         samples.select(own),
         plan.update.local_packs(world.dp_index),
         actor,
         None,
         world.device,
+        critic=critic,
+        critic_rows=None if plan.critic is None else plan.critic.local_packs(world.dp_index),
     )
     unsealed = np.isnan(sealed_old)
     old = np.where(unsealed, rollout, sealed_old)
-    prepared = replace(now, old_log_probs=old, ref_log_probs=ref)
+    prepared = replace(
+        now, old_log_probs=old, ref_log_probs=ref, values=values, last_values=last_values
+    )
     gap_max, gap_mean, from_rollout = _gaps(world, now, old, unsealed)
     return Reloaded(
         source=source,
@@ -165,12 +187,14 @@ def reload(
             scores=iteration.scores.select(own),
             old_log_probs=old,
             ref_log_probs=ref,
-            values=None,
+            values=values,
+            last_values=last_values,
             producers=dict(iteration.manifest.header.producers),
             hash=iteration.manifest.experience_hash,
         ),
         gap_max=gap_max,
         gap_mean=gap_mean,
+        value_gap_max=_value_gap(world, now, values),
         from_rollout=from_rollout,
     )
 
@@ -195,28 +219,51 @@ def _gaps(
     return most, mean, int(sums["unsealed"])
 
 
-def _check_reference(iteration: SealedIteration, plan: IterationPlan, needed: bool) -> None:
-    """On the global plan, so that every rank raises or none does."""
-    if not needed:
-        return
-    ref, rows = iteration.ref_log_probs, np.flatnonzero(plan.update.packed)
-    if ref is None:
-        what = "no reference log-probs are sealed"
+def _value_gap(world: World, now: Prepared, sealed: np.ndarray | None) -> float:
+    """`value_gap_max` over all ranks' tokens. Collective."""
+    gap = 0.0
+    if now.values is not None and sealed is not None:
+        apart = np.abs(now.values.astype(np.float64) - sealed)[now.samples.action_mask]
+        gap = float(apart.max()) if len(apart) else 0.0
+    return world.maximum(gap)
+
+
+_REFERENCE = (
+    "algorithm.kl.beta is above 0",
+    "reference log-probs",
+    "set algorithm.kl.beta=0, or collect with `--only rollout` and algorithm.kl.beta above 0",
+)
+_CRITIC = (
+    "algorithm.name is ppo",
+    "values of a critic",
+    "set algorithm.name=grpo, or collect with `--only rollout` and algorithm.name=ppo",
+)
+"""Who needs a column, its name, and what to do without it."""
+
+
+def _check_sealed(
+    iteration: SealedIteration,
+    plan: IterationPlan,
+    column: np.ndarray | None,
+    needed_by: str,
+    name: str,
+    way_out: str,
+) -> None:
+    """Every row that the plan packs has the column, float32 [R]. On the global plan, so that every
+    rank raises or none does."""
+    if column is None:
+        what = f"no {name} are sealed"
     else:
-        without = [
-            int(row)
-            for row in rows
-            if np.isnan(
-                ref[ragged_index(iteration.samples.response_offsets, rows[rows == row])]
-            ).any()
-        ]
-        if not without:
+        lengths = iteration.samples.response_lengths
+        row_of = np.repeat(np.arange(len(lengths)), lengths)
+        lacking = plan.update.packed & (
+            np.bincount(row_of, np.isnan(column), minlength=len(lengths)) > 0
+        )
+        if not lacking.any():
             return
-        what = f"{iteration.sample_id(without[0])} was sealed without reference log-probs"
-    raise OtherModel(
-        f"{iteration.folder}: algorithm.kl.beta is above 0, but {what}; set algorithm.kl.beta=0, "
-        "or collect with `--only rollout` and algorithm.kl.beta above 0"
-    )
+        first = iteration.sample_id(int(np.flatnonzero(lacking)[0]))
+        what = f"{first} was sealed without {name}"
+    raise OtherModel(f"{iteration.folder}: {needed_by}, but {what}; {way_out}")
 
 
 def same_run(sources: Sequence[Source]) -> Path:

@@ -12,7 +12,7 @@ from tests.experience.make_facts import make_facts, write_iterations
 def written(ranks, tmp_path_factory) -> Path:
     """Two iterations of two ranks."""
     folder = tmp_path_factory.mktemp("written")
-    every = [make_facts(seed, 2, 2, groups=8) for seed in (1, 2)]
+    every = [make_facts(seed, 2, 2, groups=8, with_critic=True) for seed in (1, 2)]
     ranks.run(2, write_iterations, folder, every)
     return folder
 

@@ -185,5 +185,5 @@ def without_row_0(columns: dict, metadata: dict) -> None:
 
 def longer_first(columns: dict, metadata: dict) -> None:
     columns["response_offsets"][1:] += 1
-    for name in ("old_log_probs", "ref_log_probs"):
+    for name in ("old_log_probs", "ref_log_probs", "values"):
         columns[name] = np.append(columns[name], columns[name][:1])

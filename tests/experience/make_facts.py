@@ -42,6 +42,11 @@ class Facts:
     """One a row."""
     old: np.ndarray  # float32 [R]
     ref: np.ndarray | None  # float32 [R]
+    values: np.ndarray | None  # float32 [R], as all three below
+    last_values: np.ndarray | None  # float32 [N]
+    shaped_rewards: np.ndarray | None  # float32 [R]
+    returns: np.ndarray | None  # float32 [R]
+    kl_beta: float
     advantages: np.ndarray  # float32 [R]
     replica: np.ndarray  # int [N], who generated the row
     owner: np.ndarray  # int [N], who trains it, −1 for nobody
@@ -73,6 +78,7 @@ class Facts:
             candidate=self.samples.candidate,
             verdict=np.where(self.owner >= 0, 0, reason).astype(np.int8),
             kept=self.owner >= 0,
+            compared=self.owner >= 0,
             group_size=np.ones(len(self.samples), dtype=np.int64),
             counts={},
         )
@@ -85,7 +91,13 @@ class Facts:
 
 
 def make_facts(
-    seed: int, replicas: int, owners: int, *, groups: int = 3, with_ref: bool = True
+    seed: int,
+    replicas: int,
+    owners: int,
+    *,
+    groups: int = 3,
+    with_ref: bool = True,
+    with_critic: bool = False,
 ) -> Facts:
     """Ragged lengths, holes, failed rewards, components that some records lack, spans and step
     rewards, rows anywhere: all of it drawn from `seed`."""
@@ -107,12 +119,22 @@ def make_facts(
         Prompt(f"src/{n}", "src", f"what? ü\u2028 {n}", (1, n), str(n), {"level": n})
         for n in range(groups)
     )
+    critic = np.random.default_rng(seed + 1) if with_critic else None
+
+    def floats(count: int) -> np.ndarray | None:
+        return None if critic is None else critic.standard_normal(count).astype(np.float32)
+
     return Facts(
         prompts=prompts,
         samples=replace(samples, **columns),
         records=tuple(_record(draw, *shape) for shape in shapes),
         old=-draw.random(tokens).astype(np.float32),
         ref=-draw.random(tokens).astype(np.float32) if with_ref else None,
+        values=floats(tokens),
+        last_values=floats(len(samples)),
+        shaped_rewards=floats(tokens),
+        returns=floats(tokens),
+        kl_beta=0.0 if critic is None else float(critic.random()),
         advantages=draw.standard_normal(tokens).astype(np.float32),
         replica=draw.integers(0, replicas, len(samples)),
         owner=draw.integers(-1, owners, len(samples)),
@@ -146,6 +168,7 @@ def _record(
 
 def header_of(facts: Facts, iteration: int) -> SealHeader:
     producers = {"rollout": "v0", "old": "v0"} | ({} if facts.ref is None else {"ref": "r0"})
+    producers |= {} if facts.values is None else {"critic": "c0"}
     return SealHeader(
         run_id="run",
         iteration=iteration,
@@ -174,6 +197,8 @@ def seal_facts(store: ExperienceStore, world: World, facts: Facts, iteration: in
         packs=[],
         old_log_probs=facts.old[at],
         ref_log_probs=None if facts.ref is None else facts.ref[at],
+        values=None if facts.values is None else facts.values[at],
+        last_values=None if facts.last_values is None else facts.last_values[mine],
     )
     return store.seal(header_of(facts, iteration), prepared, facts.drawn)
 
@@ -189,7 +214,12 @@ def derive_facts(
 ) -> str:
     """This rank's share of deriving and settling: the hash of `derived.json`."""
     mine = np.flatnonzero(facts.owner == world.dp_index)
-    derived = Derived(experience_hash, RECIPE, facts.advantages[facts.tokens_of(mine)])
+    at = facts.tokens_of(mine)
+    more = {
+        name: None if getattr(facts, name) is None else getattr(facts, name)[at]
+        for name in ("shaped_rewards", "returns")
+    }
+    derived = Derived(experience_hash, RECIPE, facts.advantages[at], **more, kl_beta=facts.kl_beta)
     told = store.derive(
         iteration,
         experience_hash,

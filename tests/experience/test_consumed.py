@@ -56,10 +56,14 @@ def test_updates_come_back_as_written(tmp_path: Path) -> None:
     skipped = replace(
         STEP, stepped=False, skipped_reason="not finite: loss", loss=finite(float("nan"))
     )
-    update = replace(UPDATE, steps=(STEP, skipped))
+    stopped = replace(STEP, epoch=1, minibatch=1, stepped=False, stopped=True)
+    update = replace(
+        UPDATE, steps=(STEP, skipped, stopped), critic=(replace(STEP, loss=0.5),), kl_beta=0.02
+    )
     _updates(tmp_path, update)
     line = json.loads((tmp_path / UPDATES_FILE).read_text())
-    assert list(line) == ["iteration", "experience_hash", "derived_hash", "from", "to", "steps"]
+    head = ["iteration", "experience_hash", "derived_hash", "from", "to"]
+    assert list(line) == [*head, "kl_beta", "steps", "critic"]
     assert (line["from"], line["to"]) == ("aaa", "bbb")
     assert line["steps"][0] == {
         "minibatch": 0,
@@ -70,12 +74,26 @@ def test_updates_come_back_as_written(tmp_path: Path) -> None:
         "lr": 1e-4,
         "tokens": 40,
         "sequences": 8,
+        "epoch": 0,
+        "stopped": False,
     }
     assert line["steps"][1]["loss"] is None
+    assert line["critic"][0]["loss"] == 0.5 and line["kl_beta"] == 0.02
     assert read_updates(tmp_path) == ([update], False)
     (tmp_path / UPDATES_FILE).write_text('{"iteration": 1}\n')
     with pytest.raises(LinesError, match="updates.jsonl:1: not a line of an update: .*experience"):
         read_updates(tmp_path)
+
+
+def test_lines_of_one_epoch_and_no_critic_are_read(tmp_path: Path) -> None:
+    _updates(tmp_path, UPDATE)
+    line = json.loads((tmp_path / UPDATES_FILE).read_text())
+    for name in ("kl_beta", "critic"):
+        del line[name]
+    for name in ("epoch", "stopped"):
+        del line["steps"][0][name]
+    (tmp_path / UPDATES_FILE).write_text(json.dumps(line) + "\n")
+    assert read_updates(tmp_path) == ([UPDATE], False)
 
 
 def test_a_fresh_run_has_trained_on_nothing(tmp_path: Path) -> None:

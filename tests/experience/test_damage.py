@@ -118,7 +118,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "other count": (reheaded(samples=3), r"\d+ samples, 3 were sealed"),
     "other scorer": (reheaded(scorer_version="s9"), f"{ROLLOUT}: scorer_version {SCORER}, the"),
     "other version": (
-        reheaded(producers={"rollout": "v9", "old": "v9", "ref": "r0"}),
+        reheaded(producers={"rollout": "v9", "old": "v9", "ref": "r0", "critic": "c0"}),
         f"{ROLLOUT}: version_id v0, the iteration's is v9",
     ),
     "no producer of ref": (
@@ -230,6 +230,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "ref of one owner only": (
         forged(SCORED, without("ref_log_probs")),
         f"{SCORED}: ref_log_probs is missing, other owners have it",
+    ),
+    "values of one owner only": (
+        forged(SCORED, lambda columns, _: [columns.pop(n) for n in ("values", "last_values")]),
+        f"{SCORED}: values is missing, other owners have it",
+    ),
+    "no values after the last token": (
+        forged(SCORED, without("last_values")),
+        f"{SCORED}: values and last_values are not both there",
+    ),
+    "values of another length": (
+        forged(SCORED, replaced(last_values=lambda x: x[1:])),
+        rf"{SCORED}: last_values is float32\(\d+,\), not float32",
+    ),
+    "flipped in values": (flip(SCORED, 0.999), f"{SCORED}: its bytes are not those that"),
+    "another weight of the KL term": (
+        forged(DERIVED, saying(kl_beta=0.5)),
+        f"{DERIVED}: kl_beta 0.5, the iteration's is 0",
     ),
     "a selection of fewer samples": (
         forged(SELECTION, without_row_0),

@@ -47,23 +47,40 @@ def check_loaded(folder: Path, facts: Facts, iteration: int, hashes: tuple[str, 
     assert told.derived.recipe_hash == RECIPE
     assert np.array_equal(told.derived.minibatch, facts.minibatch)
     assert np.array_equal(told.derived.verdict, facts.selection.verdict)
-    for column, whole in (
-        (told.old_log_probs, facts.old),
-        (told.ref_log_probs, facts.ref),
-        (told.derived.columns["advantages"], facts.advantages),
+    assert told.derived.kl_beta == facts.kl_beta
+    derived, rows = told.derived.columns, np.flatnonzero(facts.owner >= 0)
+    for column, whole, kept in (
+        (told.old_log_probs, facts.old, owned),
+        (told.ref_log_probs, facts.ref, owned),
+        (told.values, facts.values, owned),
+        (told.last_values, facts.last_values, rows),
+        (derived["advantages"], facts.advantages, owned),
+        (derived.get("shaped_rewards"), facts.shaped_rewards, owned),
+        (derived.get("returns"), facts.returns, owned),
     ):
         if whole is None:
             assert column is None
             continue
         expected = np.full(len(whole), np.nan, dtype=np.float32)
-        expected[owned] = whole[owned]
+        expected[kept] = whole[kept]
         assert column.dtype == np.float32 and column.tobytes() == expected.tobytes()
+    steps = [record.step_rewards for record in facts.records]
+    assert told.scores.steps.counts.tolist() == [len(row) for row in steps]
+    assert told.scores.steps.token.tolist() == [at for row in steps for at, _ in row]
+    assert told.scores.steps.value.tolist() == [value for row in steps for _, value in row]
 
 
-def _round_trip(ranks, folder: Path, layout, seeds, with_ref: bool) -> None:
+def _round_trip(ranks, folder: Path, layout, seeds, with_ref: bool, with_critic: bool) -> None:
     size, tp, rollout_tp = layout
     every = [
-        make_facts(seed, size // rollout_tp, size // tp, groups=at, with_ref=with_ref)
+        make_facts(
+            seed,
+            size // rollout_tp,
+            size // tp,
+            groups=at,
+            with_ref=with_ref,
+            with_critic=with_critic,
+        )
         for at, seed in enumerate(seeds, 1)
     ]
     told = ranks.run(size, write_iterations, folder, every, tp, rollout_tp)
@@ -82,6 +99,7 @@ _ANY = {
     "layout": st.sampled_from(LAYOUTS),
     "seeds": st.lists(st.integers(0, 10**6), min_size=3, max_size=3),
     "with_ref": st.booleans(),
+    "with_critic": st.booleans(),
 }
 _SETTINGS = {
     "deadline": None,
@@ -94,9 +112,10 @@ _SETTINGS = {
 @settings(max_examples=8, **_SETTINGS)
 @given(**_ANY)
 def test_what_any_ranks_wrote_is_loaded_as_it_was(
-    ranks, tmp_path_factory, layout, seeds, with_ref
+    ranks, tmp_path_factory, layout, seeds, with_ref, with_critic
 ) -> None:
-    _round_trip(ranks, tmp_path_factory.mktemp("run"), layout, seeds, with_ref)
+    folder = tmp_path_factory.mktemp("run")
+    _round_trip(ranks, folder, layout, seeds, with_ref, with_critic)
 
 
 @pytest.mark.dist
@@ -104,9 +123,10 @@ def test_what_any_ranks_wrote_is_loaded_as_it_was(
 @settings(max_examples=150, **_SETTINGS)
 @given(**_ANY)
 def test_what_any_ranks_wrote_is_loaded_as_it_was_often(
-    ranks, tmp_path_factory, layout, seeds, with_ref
+    ranks, tmp_path_factory, layout, seeds, with_ref, with_critic
 ) -> None:
-    _round_trip(ranks, tmp_path_factory.mktemp("run"), layout, seeds, with_ref)
+    folder = tmp_path_factory.mktemp("run")
+    _round_trip(ranks, folder, layout, seeds, with_ref, with_critic)
 
 
 @pytest.mark.dist

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megarl.contracts.records import RewardKind
-from megarl.experience.parts import check_columns, records_of, rollout_part
+from megarl.experience.part_columns import check_columns
+from megarl.experience.parts import records_of, rollout_part
 from tests.experience.make_facts import SCORER, make_facts
 
 

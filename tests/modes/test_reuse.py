@@ -56,6 +56,8 @@ def run_of(run_folder: Path, **changes: Any) -> SimpleNamespace:
         "version": SimpleNamespace(id="v0"),
         "reference": object(),
         "reference_version": SimpleNamespace(id="r0"),
+        "critic": None,
+        "critic_version": None,
         "tokens": SimpleNamespace(hash="sha256:tokenizer"),
         "sampling": SAMPLING,
         "pool": SimpleNamespace(version=SCORER) if world.leads_replica else None,
@@ -96,6 +98,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": V1}, "old log-probs of version v0, this run has v1"),
     "reference": ({"reference_version": R1}, "ref log-probs of version r0, this run has r1"),
     "no reference": ({"reference": None}, "ref log-probs of version r0, this run has None"),
+    "critic": (
+        {"critic": object(), "critic_version": SimpleNamespace(id="c1")},
+        "values of critic version None, this run has c1",
+    ),
     "tokenizer": (
         {"tokens": SimpleNamespace(hash="sha256:x")},
         "tokenizer sha256:tokenizer, this run has sha256:x",
