@@ -16,7 +16,10 @@ from tools.bench import (  # noqa: E402
     checkpoint,
     convert,
     experience,
+    invariance,
+    logprobs,
     loop,
+    packing,
     peer_trl,
     reshard,
     reshard_growth,
@@ -25,7 +28,18 @@ from tools.bench.harness import Bench, BenchError, report  # noqa: E402
 
 BENCHES: dict[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (loop, peer_trl, experience, checkpoint, convert, reshard, reshard_growth)
+    for module in (
+        loop,
+        peer_trl,
+        experience,
+        checkpoint,
+        convert,
+        reshard,
+        reshard_growth,
+        logprobs,
+        packing,
+        invariance,
+    )
 }
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,13 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.commit import checkpoint_folder, newest_whole
-from megarl.checkpoint.position import Position, RolePosition, read_position
-from megarl.checkpoint.restore import ADAM, restore_roles
+from megarl.checkpoint.position import (
+    LearnerPosition,
+    Position,
+    RolePosition,
+    read_position,
+)
+from megarl.checkpoint.restore import restore_roles
 from megarl.checkpoint.saver import ACTOR, Checkpointer, layout_of
 from megarl.checkpoint.tensor_digests import manifest_of_role
 from megarl.checkpoint.torch_dist import read_whole
@@ -63,6 +68,9 @@ def actor_section() -> SimpleNamespace:
         recompute="none",
         sequence_parallel=False,
         max_skipped_steps=3,
+        router="trained",
+        router_aux_loss=0.0,
+        replay_routing=False,
     )
 
 
@@ -136,9 +144,9 @@ class Bench:
         self.world.barrier("bench")
         return time.perf_counter() - began
 
-    def position(self, manifest: Any, digests: dict[str, str], adam_steps: int) -> Position:
-        trainer = self.actor.trainer
-        version = PolicyVersion("bench", trainer.steps, 0, manifest.hash, "none", "none")
+    def position(self, manifest: Any, learners: Mapping[str, LearnerPosition]) -> Position:
+        actor = learners[ACTOR]
+        version = PolicyVersion("bench", actor.trainer["steps"], 0, manifest.hash, "none", "none")
         return Position(
             run_id="bench",
             iteration=self.iteration,
@@ -146,8 +154,8 @@ class Bench:
             reference=None,
             reference_refreshed_at=0,
             attempt=0,
-            trainer=trainer.state | {ADAM: adam_steps},
-            tensor_digests=digests,
+            trainer=actor.trainer,
+            tensor_digests=actor.tensor_digests,
             cursor={},
             quarantine={},
             best=None,
@@ -166,7 +174,7 @@ class Bench:
         self.iteration += 1
         manifest = self.manifest
         position = partial(self.position, manifest)
-        saver.save(self.iteration, "bench", position, manifest=manifest)
+        saver.save(self.iteration, "bench", position, manifests={ACTOR: manifest})
 
     def save(self) -> float:
         self.step()
@@ -231,7 +239,7 @@ class Bench:
 
         def load() -> None:
             folder = newest_whole(self.folder).folder / ACTOR
-            read_whole(self.saver.state, self.actor.model, folder, {})
+            read_whole(self.saver.state_of(ACTOR), self.actor.model, folder, {})
 
         return self.timed(load)
 
@@ -241,7 +249,7 @@ class Bench:
         def load() -> None:
             commit = newest_whole(self.folder)
             position = read_position(commit)
-            restore_roles(commit.folder, position, self.actor, None, self.saver.state, self.world)
+            restore_roles(commit.folder, position, self.saver)
 
         return self.timed(load)
 

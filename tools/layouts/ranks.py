@@ -119,6 +119,9 @@ ACTOR: dict[str, Any] = {
     "logprob_chunk_tokens": 1024,
     "recompute": "none",
     "max_skipped_steps": 3,
+    "router": "trained",
+    "router_aux_loss": 0.0,
+    "replay_routing": False,
 }
 """The recipe's actor section, but for the layout."""
 
