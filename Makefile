@@ -8,7 +8,6 @@ SEED ?= 1
 TORCH_INDEX ?=
 
 PY := .venv/bin/python
-RUN := runs/quickstart-s$(SEED)
 # The environment is made again when a pin changes: its marker carries the hash of setup.py.
 PINS := $(shell sha256sum setup.py | cut -c1-12)
 READY := .venv/ready-$(PINS)
@@ -21,17 +20,27 @@ NEEDED_KB := 4194304
 
 .PHONY: help
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 .PHONY: demo
 demo: venv  ## a small model learns by GRPO; SEED=2 for another one
-	@$(PY) tools/make_tiny_model.py --seed $(SEED)
-	@if [ -f $(RUN)/finished.json ]; then \
-	    echo "$(RUN) is finished and is not trained again (to do so: rm -r $(RUN))"; \
-	else \
-	    bash launch/grpo.sh recipes/quickstart.yaml seed=$(SEED); \
-	fi
-	@$(PY) -m megarl.observe.summary $(RUN)
+	@$(call learn,launch/grpo.sh,quickstart)
+
+.PHONY: demo-ppo
+demo-ppo: venv  ## the same by PPO, with a critic
+	@$(call learn,launch/ppo.sh,quickstart-ppo)
+
+# learn SCRIPT NAME: trains recipes/NAME.yaml unless it is done already, and sums it up.
+define learn
+set -e; $(PY) tools/make_tiny_model.py --seed $(SEED); \
+run=runs/$(2)-s$(SEED); \
+if [ -f $$run/finished.json ]; then \
+    echo "$$run is finished and is not trained again (to do so: rm -r $$run)"; \
+else \
+    bash $(1) recipes/$(2).yaml seed=$(SEED); \
+fi; \
+$(PY) -m megarl.observe.summary $$run
+endef
 
 .PHONY: smollm2
 smollm2: venv  ## a real pretrained model of 135M parameters, in models/smollm2-135m

@@ -1,11 +1,12 @@
-# Sourced by the launch scripts: finds Python, reads the recipe's rank count, starts torchrun.
+# Sourced by the launch scripts, which start the same loop: the recipe names its algorithm. They set
+# `megarl_script`, their own name. Finds Python, reads the recipe's rank count, starts torchrun.
 
 megarl_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 megarl_usage() {
-    echo "usage: bash launch/grpo.sh RECIPE [key=value …] [--replay RUN@N | --only PART] [--dry-run]"
+    echo "usage: bash $megarl_script RECIPE [key=value …] [--replay RUN@N | --only PART] [--dry-run]"
     echo "  starts the recipe's ranks on this machine; --dry-run prints the command instead"
-    echo "  also: torchrun --nproc_per_node N launch/grpo.sh RECIPE [key=value …]"
+    echo "  also: torchrun --nproc_per_node N $megarl_script RECIPE [key=value …]"
     echo "  keys of a recipe, replays and parts of the loop: python -m megarl.train --help"
 }
 

@@ -6,7 +6,7 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 # sbatch runs a copy of this file in a spool folder, but the job knows where it was.
 [ -f "$here/env.sh" ] || here="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=||p')"
 source "${here%%/grpo.sh*}/env.sh" || exit 2
-megarl_launch megarl.train "$@"
+megarl_script=launch/grpo.sh megarl_launch megarl.train "$@"
 exit
 '''
 import pathlib, runpy, sys

@@ -8,13 +8,22 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megarl.algorithms.registry import code_hashes
+from megarl.assemble_roles import (
+    controller_of,
+    critic_folder,
+    critic_of,
+    frozen_of,
+    offload_of,
+    policies_of,
+)
 from megarl.checkpoint.resume import Resume
 from megarl.checkpoint.saver import Checkpointer
 from megarl.checkpoint.start import Start, take_up
+from megarl.contracts.hashes import contract_hash
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import COLLECTING, RESUMED, TRANSITIONS
 from megarl.contracts.tokens import Tokens
@@ -25,12 +34,12 @@ from megarl.experience.tokenizer import keep_tokenizer
 from megarl.exports import Exports
 from megarl.failure import Failure
 from megarl.models.build import destroy_mesh
-from megarl.models.roles import Actor, Reference
+from megarl.models.critic_spec import critic_spec
+from megarl.models.roles import Actor, Critic, Reference
 from megarl.observe.console import Console
 from megarl.observe.environment import write_environment
 from megarl.observe.runfolder import DATA_FILE
-from megarl.platforms import platform_of
-from megarl.platforms.offload import OptimizerOffload
+from megarl.platforms.offload import Offloads
 from megarl.recipe import Recipe
 from megarl.reshard.families import read_spec
 from megarl.reshard.families.spec import ModelSpec
@@ -112,12 +121,17 @@ def _assemble(
     _note_refusals(train, recipe.data.train, desk.console)
     desk.announce("build_actor")
     stack.callback(destroy_mesh)
-    actor, reference = _megatron_roles(recipe, world, spec, learns)
+    actor, reference = policies_of(recipe, world, spec, learns)
+    critic, controller = critic_of(recipe, world), controller_of(recipe)
     checkpointer = exports = None
     if learns:
-        checkpointer = _checkpointer(recipe, world, actor, reference, console)
+        checkpointer = _checkpointer(recipe, world, actor, reference, critic, console)
         stack.callback(checkpointer.close)
         exports = _restored(start, checkpointer, recipe, spec, world, console)
+    offload = offload_of(recipe, world, actor, critic)
+    frozen = frozen_of(recipe, world, actor, reference)
+    if checkpointer is not None:
+        checkpointer.offload = Offloads([offload, frozen])
     desk.announce("start_generator")
     generator = _generator(recipe, world)
     stack.callback(generator.close)
@@ -126,6 +140,7 @@ def _assemble(
     )
     if start is not None:
         start.restore_data(cursor, quarantine, console.note)
+        start.restore_controller(controller)
     return Run(
         **vars(desk),
         spec=spec,
@@ -135,7 +150,9 @@ def _assemble(
         held_out=held_out.rows[: recipe.eval.max_prompts] if held_out and learns else (),
         actor=actor,
         reference=reference,
-        hybrid=_hybrid(desk, spec, actor, generator, checkpointer),
+        critic=critic,
+        controller=controller,
+        hybrid=_hybrid(desk, spec, actor, generator, offload, frozen),
         pool=pool,
         sampling=sampling_of(recipe, tokens),
         checkpointer=checkpointer,
@@ -147,11 +164,16 @@ def _assemble(
 
 
 def _checkpointer(
-    recipe: Recipe, world: World, actor: Actor, reference: Reference | None, console: Console
+    recipe: Recipe,
+    world: World,
+    actor: Actor,
+    reference: Reference | None,
+    critic: Critic | None,
+    console: Console,
 ) -> Checkpointer:
     """Collective; raises `CheckpointError` on every rank where the disk has no room."""
     folder, name = recipe.run_folder, recipe.run.name
-    checkpointer = Checkpointer(world, folder, name, recipe.checkpoint, actor, reference)
+    checkpointer = Checkpointer(world, folder, name, recipe.checkpoint, actor, reference, critic)
     checkpointer.note = console.note
     checkpointer.check_disk()
     return checkpointer
@@ -165,13 +187,11 @@ def _restored(
     world: World,
     console: Console,
 ) -> Exports:
-    """Roles as the start goes on with them, and the exports beside. Collective; then the optimizer
-    is out if the recipe says so."""
+    """Roles as the start goes on with them, and the exports beside. Collective."""
     exports = Exports(recipe.run_folder, recipe, spec, world)
     if start is not None:
-        start.restore_roles(checkpointer, world)
+        start.restore_roles(checkpointer, recipe)
         start.restore_exports(exports, console.note)
-    checkpointer.offload = offload_of(recipe, world, checkpointer.actor)
     return exports
 
 
@@ -180,7 +200,8 @@ def _hybrid(
     spec: ModelSpec,
     actor: Actor | Reference,
     generator: Generator,
-    checkpointer: Checkpointer | None,
+    offload: Offloads,
+    frozen: Offloads,
 ) -> HybridEngine:
     return HybridEngine(
         desk.world,
@@ -188,9 +209,10 @@ def _hybrid(
         generator,
         _resharder(desk.recipe, desk.world, spec, actor, generator),
         desk.stopwatch,
-        None if checkpointer is None else checkpointer.offload,
+        offload,
         desk.records.versions,
         desk.recipe.rollout.verify_every,
+        frozen,
     )
 
 
@@ -230,51 +252,17 @@ def contracts_of(
         found["eval_data"] = held_out.fingerprint
     if pool is not None:
         found["scorer"] = pool.version
+    if recipe.algorithm.needs_values:
+        found["critic"] = critic_spec(critic_folder(recipe), spec)[0].config_hash
+    if own := code_hashes(recipe.algorithm):
+        found["algorithm"] = contract_hash(own)
     return found
-
-
-def _megatron_roles(
-    recipe: Recipe, world: World, spec: ModelSpec, learns: bool
-) -> tuple[Actor | Reference, Reference | None]:
-    """The actor, and the reference when a KL term needs it; one model where nothing is learnt."""
-    needs_reference = recipe.algorithm.kl.beta > 0
-    if not learns:
-        policy = Reference(*role_arguments(recipe, world, spec))
-        return policy, policy if needs_reference else None
-    actor = actor_of(recipe, world, spec)
-    return actor, Reference(*role_arguments(recipe, world, spec)) if needs_reference else None
-
-
-def actor_of(recipe: Recipe, world: World, spec: ModelSpec) -> Actor:
-    """The policy with its optimizer. Collective."""
-    steps = recipe.run.iterations * recipe.algorithm.minibatches
-    return Actor(*role_arguments(recipe, world, spec), steps, recipe.seed)
-
-
-def role_arguments(recipe: Recipe, world: World, spec: ModelSpec) -> tuple[Any, ...]:
-    """What every megatron role is built from."""
-    return (
-        spec,
-        Path(recipe.model.path),
-        world,
-        recipe.model,
-        recipe.actor,
-        recipe.rollout.temperature,
-    )
-
-
-def offload_of(recipe: Recipe, world: World, actor: Actor) -> OptimizerOffload | None:
-    """Out already, if the recipe says so: the generator then starts with that memory free."""
-    if recipe.actor.offload == "none":
-        return None
-    offload = OptimizerOffload(actor.trainer, platform_of(world.device.type))
-    offload.out()
-    return offload
 
 
 def _generator(recipe: Recipe, world: World) -> Generator:
     folder = Path(recipe.model.path)
-    return Generator(folder, world.mesh, world.rank, recipe.rollout, recipe.seed, world.device)
+    place, experts = (world.mesh, world.rank), recipe.actor.replay_routing
+    return Generator(folder, *place, recipe.rollout, recipe.seed, world.device, experts)
 
 
 def _resharder(

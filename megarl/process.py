@@ -10,19 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import stop
+from megarl.algorithms.own import is_own
 from megarl.checkpoint.commit import CheckpointError
 from megarl.contracts.errors import InputError
 from megarl.faults import planned
+from megarl.models.critic_spec import critic_spec, refuse_other_tokens
 from megarl.modes.launch import MODES_HELP, Launch, Work, read_launch
 from megarl.observe.logs import Terminal, captured, fail
 from megarl.recipe import Recipe, RecipeError
 from megarl.recipe.layout import mesh_of
 from megarl.recipe.reference import help_text
-from megarl.reshard.families import read_spec
+from megarl.reshard.families import ModelSpec, read_spec
 from megarl.reshard.layout import megatron_placement, sglang_placement
 from megarl.torchrun import die_with_launcher
 
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_world(recipe)
         if launch.work is not Work.SCORE:  # which needs no model, only a tokenizer
             _check_model(recipe)
+            _check_functions(recipe)
         planned(rank=0)
         lock, resume = _prepare_folder(launch)
     except InputError as error:
@@ -100,13 +104,59 @@ def _check_model(recipe: Recipe) -> None:
             f"{recipe.model.path} has {spec.max_positions} positions, {POSITIONS_KEPT} of which "
             "SGLang keeps; lower one of them or use a model with more positions"
         )
-    if spec.moe is not None and mesh.tp > 1 and not recipe.actor.sequence_parallel:
-        raise RecipeError(
-            f"actor.tp is {mesh.tp} and {recipe.model.path} has experts: every tensor-parallel "
-            "rank would send all tokens to them; set actor.sequence_parallel=true"
-        )
+    _check_routers(recipe, spec)
     megatron_placement(spec, mesh)
     sglang_placement(spec, mesh)
+    _check_roles(recipe, spec, longest)
+
+
+def _check_routers(recipe: Recipe, spec: ModelSpec) -> None:
+    actor = recipe.actor
+    if spec.moe is not None and actor.tp > 1 and not actor.sequence_parallel:
+        raise RecipeError(
+            f"actor.tp is {actor.tp} and {recipe.model.path} has experts: every tensor-parallel "
+            "rank would send all tokens to them; set actor.sequence_parallel=true"
+        )
+    for key, plain in (("router", "trained"), ("router_aux_loss", 0.0), ("replay_routing", False)):
+        value = getattr(actor, key)
+        if spec.moe is None and value != plain:
+            raise RecipeError(
+                f"actor.{key} is {value}, but {recipe.model.path} has no experts; leave it out"
+            )
+
+
+def _check_roles(recipe: Recipe, actor: ModelSpec, longest: int) -> None:
+    """The models of the critic and the reference beside the actor's."""
+    mesh = mesh_of(recipe)
+    if recipe.algorithm.needs_values:
+        folder = Path(recipe.critic.path or recipe.model.path)
+        critic_spec(folder, actor, longest, mesh)
+        refuse_other_tokens(folder, Path(recipe.model.path))
+    if recipe.algorithm.needs_reference and recipe.reference.path is not None:
+        spec = read_spec(Path(recipe.reference.path))
+        if (spec.vocab, spec.head) != (actor.vocab, "lm"):
+            raise RecipeError(
+                f"reference.path: {recipe.reference.path} scores {spec.vocab} tokens with a "
+                f"{spec.head} head, the actor {actor.vocab} with an lm head; take a policy of the "
+                "actor's tokenizer"
+            )
+        if recipe.reference.refresh_every and replace(spec, config_hash="") != replace(
+            actor, config_hash=""
+        ):
+            raise RecipeError(
+                f"reference.refresh_every: {recipe.reference.path} is another model than "
+                f"{recipe.model.path} and cannot take its weights; leave one of the two keys out"
+            )
+        megatron_placement(spec, mesh)
+
+
+def _check_functions(recipe: Recipe) -> None:
+    """The recipe's own functions, tried on made-up samples. Raises `InputError`."""
+    algorithm = recipe.algorithm
+    if is_own(algorithm.advantage) or is_own(algorithm.objective):
+        from megarl.algorithms.registry import check_functions
+
+        check_functions(algorithm)
 
 
 def _prepare_folder(launch: Launch) -> tuple[FileLock | None, Resume | None]:

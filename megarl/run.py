@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.controller import KlController
 from megarl.algorithms.objectives import merge_sums
 from megarl.checkpoint.records import RecordPositions
 from megarl.checkpoint.run_position import save_if_due
 from megarl.checkpoint.saver import Checkpointer
 from megarl.checkpoint.start import Start
-from megarl.checkpoint.tensor_digests import manifest_of_role
 from megarl.contracts.records import Derived, Experience, Prompt
 from megarl.contracts.samples import SamplingContract
 from megarl.contracts.states import Journal, State
@@ -30,7 +30,8 @@ from megarl.data.prepare import Parity, ParityError
 from megarl.data.table import SampleTable
 from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.exports import Exports
-from megarl.models.roles import Actor, Reference
+from megarl.learnt import Learnt
+from megarl.models.roles import Actor, Critic, Reference
 from megarl.models.step import StepResult
 from megarl.observe.console import Console
 from megarl.observe.metrics import ACCURACY, MetricsWriter
@@ -46,6 +47,7 @@ from megarl.rollout.hybrid import HybridEngine, TrainingOnly
 from megarl.rollout.rounds import shortfall
 from megarl.run_outputs import evaluate_held_out, export_final, export_on_the_way
 from megarl.run_records import BegunUpdate, RunRecords
+from megarl.run_versions import commit_critic, commit_reference, version_of
 from megarl.stop import StopRequest
 from megarl.world import World
 
@@ -68,6 +70,9 @@ class Run:
     actor: Actor | Reference
     """A reference where nothing is learnt: it has no optimizer."""
     reference: Reference | None
+    critic: Critic | None
+    controller: KlController
+    """Weighs the KL term."""
     hybrid: HybridEngine | TrainingOnly
     pool: ScoringPool | None
     store: ExperienceStore
@@ -90,6 +95,10 @@ class Run:
     manifest: WeightManifest = field(init=False)
     reference_version: PolicyVersion | None = field(default=None, init=False)
     reference_manifest: WeightManifest | None = field(default=None, init=False)
+    reference_refreshed_at: int = field(default=0, init=False)
+    """Iterations after which the reference took the actor's weights; 0: it has its folder's."""
+    critic_version: PolicyVersion | None = field(default=None, init=False)
+    critic_manifest: WeightManifest | None = field(default=None, init=False)
     positions: RecordPositions = field(init=False)
     """How far each record has come; asked on rank 0 only."""
     reusable: int | None = field(default=None, init=False)
@@ -99,6 +108,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.positions = RecordPositions(self.folder)
+        position = None if self.start is None else self.start.position
+        if position is not None and self.reference is not None:
+            self.reference_refreshed_at = position.reference_refreshed_at
         if self.start is not None and self.start.resume.use == "reuse_sealed":
             self.reusable = self.first
 
@@ -140,6 +152,8 @@ class Run:
         producers = {"rollout": table.version_id, "old": self.version.id}
         if self.reference is not None:
             producers["ref"] = self.reference_version.id
+        if self.critic is not None:
+            producers["critic"] = self.critic_version.id
         return SealHeader(
             run_id=self.recipe.run.name,
             iteration=iteration,
@@ -171,14 +185,18 @@ class Run:
             self.records.use(iteration, experience.hash, derived_hash)
         hashes = {"experience_hash": experience.hash, "derived_hash": derived_hash}
         self.enter(State.UPDATING_FROM, iteration, **hashes)
-        return BegunUpdate(iteration, **hashes, version=self.version, totals=plan.totals)
+        beta = derived.kl_beta
+        return BegunUpdate(
+            iteration, **hashes, version=self.version, totals=plan.totals, kl_beta=beta
+        )
 
     def close_update(
-        self, begun: BegunUpdate, results: Sequence[StepResult]
-    ) -> list[dict[str, float]]:
-        """After the commit: one line of `updates.jsonl`. Collective; returns `global_sums`."""
-        sums = self.global_sums(results)
-        self.records.update(begun, self.version, results, sums)
+        self, begun: BegunUpdate, learnt: Learnt[StepResult]
+    ) -> Learnt[dict[str, float]]:
+        """After the commit: one line of `updates.jsonl`. Collective; returns `global_sums` of each
+        role's steps."""
+        sums = Learnt(self.global_sums(learnt.actor), self.global_sums(learnt.critic))
+        self.records.update(begun, self.version, learnt, sums)
         return sums
 
     def global_sums(self, results: Sequence[StepResult]) -> list[dict[str, float]]:
@@ -211,39 +229,31 @@ class Run:
         self.commit(self.first)
 
     def commit(self, iteration: int) -> None:
-        """ACTOR_COMMITTED: the actor's weights become a version, every copy of them compared."""
+        """ACTOR_COMMITTED: the actor's weights become a version, every copy of them compared, and
+        the critic's another one."""
         with self.stopwatch("seal"):  # what was learnt from is on the disk before it is committed
             self.store.settle()
         with self.stage("commit"):
             self.manifest = self.hybrid.manifest()
-            self.version = self._version("actor", self.actor.optimizer_step, self.manifest)
-            evidence = {"weight_manifest_hash": self.manifest.hash}
+            self.version = version_of(self, "actor", self.actor.optimizer_step, self.manifest)
+            if self.critic is not None:
+                commit_critic(self)
+            evidence = self.committed
             self._vote(State.ACTOR_COMMITTED, iteration, **evidence)
             # Who finds the state in the journal finds the weights of its version.
-            self.records.versions.committed(iteration, self.version, self.manifest)
+            versions = self.records.versions
+            versions.committed(iteration, self.version, self.manifest)
+            if self.critic is not None:
+                versions.committed(iteration, self.critic_version, self.critic_manifest)
             self.enter(State.ACTOR_COMMITTED, iteration, **evidence)
         if self.reference is not None and self.reference_version is None:
-            manifest = manifest_of_role(self.reference, self.recipe.rollout.dtype, self.world)
-            self.reference_version = self._version("reference", 0, manifest)
-            self.reference_manifest = manifest
-            self.records.versions.committed(iteration, self.reference_version, manifest)
+            commit_reference(self, iteration)
 
-    def _version(self, role: str, step: int, manifest: WeightManifest) -> PolicyVersion:
-        attempt = 0
-        if role == "actor" and self.start is not None:
-            # The version that it starts from is the one that it was: no update made it anew.
-            saved = None if self.start.position is None else self.start.position.actor.version
-            first, own = (0, 0) if saved is None else (saved.optimizer_step, saved.update_attempt)
-            attempt = self.attempt if step > first else own
-        return PolicyVersion(
-            run_id=self.recipe.run.name,
-            optimizer_step=step,
-            update_attempt=attempt,
-            weight_manifest_hash=manifest.hash,
-            tokenizer_hash=self.tokens.hash,
-            model_config_hash=self.spec.config_hash,
-            role=role,
-        )
+    @property
+    def committed(self) -> dict[str, str]:
+        """What ACTOR_COMMITTED is entered with: whose weights the next iteration begins from."""
+        evidence = {"weight_manifest_hash": self.manifest.hash}
+        return evidence if self.critic is None else evidence | {"critic": self.critic_version.id}
 
     def judge_prompts(
         self,
@@ -300,7 +310,7 @@ class Run:
             row |= {f"eval/final/{key.removeprefix('eval/')}": v for key, v in final.items()}
             self._evaluation = self._evaluation or final
         self.report(iteration, row)
-        if not row["update/steps"]:
+        if not row["update/steps"] and not row.get("critic/steps"):
             self.console.note(f"iteration {iteration} taught nothing: {why_nothing(row)}")
 
     def report(self, iteration: int, row: Mapping[str, Any]) -> None:
@@ -323,6 +333,6 @@ class Run:
             with self.hybrid.generating(iteration, self.version, self.manifest) as generator:
                 result = evaluate_held_out(self, generator)
                 export_on_the_way(self, iteration + 1, result.get(ACCURACY))
-            self.agree(State.ACTOR_COMMITTED, iteration, weight_manifest_hash=self.manifest.hash)
+            self.agree(State.ACTOR_COMMITTED, iteration, **self.committed)
         export_final(self)
         return result

@@ -19,6 +19,7 @@ from megarl.contracts.version import PolicyVersion
 from megarl.experience.consumed import AlreadyTrained, Consumed, Use
 from megarl.experience.updates import UPDATES_FILE, Update, UpdateStep, finite
 from megarl.experience.versions import VersionLog
+from megarl.learnt import Learnt
 from megarl.world import Disagreement, World
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class BegunUpdate:
     """The weights that are updated."""
     totals: tuple[Totals, ...]
     """Per minibatch, over all ranks."""
+    kl_beta: float = 0.0
+    """Weight of the KL term in this update."""
 
 
 class RunRecords:
@@ -75,34 +78,21 @@ class RunRecords:
         self,
         begun: BegunUpdate,
         committed: PolicyVersion,
-        results: Sequence[StepResult],
-        sums: Sequence[Mapping[str, float]],
+        learnt: Learnt[StepResult],
+        sums: Learnt[dict[str, float]],
     ) -> None:
         """The update that led to `committed`: its steps, and their loss sums over all ranks."""
         if self._updates is None:
             return
-        steps = tuple(
-            UpdateStep(
-                minibatch=minibatch,
-                stepped=result.stepped,
-                skipped_reason=result.skipped_reason,
-                loss=finite(told["loss"]),
-                grad_norm=finite(result.grad_norm),
-                lr=result.lr,
-                tokens=totals.tokens,
-                sequences=totals.sequences,
-            )
-            for minibatch, (result, told, totals) in enumerate(
-                zip(results, sums, begun.totals, strict=True)
-            )
-        )
         update = Update(
             iteration=begun.iteration,
             experience_hash=begun.experience_hash,
             derived_hash=begun.derived_hash,
             from_version=begun.version.id,
             to_version=committed.id,
-            steps=steps,
+            steps=_steps(begun, learnt.actor, sums.actor),
+            critic=_steps(begun, learnt.critic, sums.critic),
+            kl_beta=begun.kl_beta,
         )
         self._updates.write(update.line())
 
@@ -115,3 +105,25 @@ class RunRecords:
         for lines in (self._updates, self._ledger):
             if lines is not None:
                 lines.close()
+
+
+def _steps(
+    begun: BegunUpdate, results: Sequence[StepResult], sums: Sequence[Mapping[str, float]]
+) -> tuple[UpdateStep, ...]:
+    """Pass by pass over the minibatches; the last pass may have ended early."""
+    minibatches = len(begun.totals)
+    return tuple(
+        UpdateStep(
+            epoch=number // minibatches,
+            minibatch=number % minibatches,
+            stepped=result.stepped,
+            skipped_reason=result.skipped_reason,
+            stopped=result.stopped,
+            loss=finite(told["loss"]),
+            grad_norm=finite(result.grad_norm),
+            lr=result.lr,
+            tokens=begun.totals[number % minibatches].tokens,
+            sequences=begun.totals[number % minibatches].sequences,
+        )
+        for number, (result, told) in enumerate(zip(results, sums, strict=True))
+    )

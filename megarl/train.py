@@ -1,4 +1,5 @@
-"""The loop: GRPO on megatron-core, generating with in-process SGLang. It computes nothing itself.
+"""The loop: GRPO and PPO on megatron-core, generating with in-process SGLang. It computes nothing
+itself.
 
     python -m megarl.train RECIPE [key=value …]                    one rank
     bash launch/grpo.sh RECIPE [key=value …]                       the recipe's ranks, this machine
@@ -24,17 +25,21 @@ if __name__ == "__main__":
 
 from functools import partial
 
-from megarl.algorithms.credit import credit
-from megarl.algorithms.objectives import grpo_loss
+from megarl.algorithms.credit import Credit, credit
+from megarl.algorithms.objectives import actor_loss
+from megarl.algorithms.stopping import moved_too_far
+from megarl.algorithms.values import critic_loss
 from megarl.contracts.records import Derived
 from megarl.contracts.states import State
 from megarl.data.arrivals import Arrival
+from megarl.data.everyone import everyone_of
 from megarl.data.exchange import exchange, gather_arrivals
 from megarl.data.guards import Guard
-from megarl.data.minibatch import micro_batches
+from megarl.data.minibatch import micro_batches, value_batches
 from megarl.data.prepare import measure_parity, prepare
 from megarl.data.seal import seal
 from megarl.experience.drawn import DrawnFacts
+from megarl.learnt import Learnt
 from megarl.models.step import StepResult
 from megarl.modes.reuse import reuse
 from megarl.observe.row import iteration_row
@@ -43,11 +48,13 @@ from megarl.rollout.collect import Grading, make_requests, rollout
 from megarl.rollout.groups import plan_iteration
 from megarl.rollout.rounds import Rounds, Sampled
 from megarl.run import Run
+from megarl.run_versions import refresh_reference_if_due
 from megarl.sealed import Sealed
 
 
 def train(run: Run) -> None:
-    """Sample, score, seal, credit, learn, commit; once per iteration (arXiv:2402.03300)."""
+    """Sample, score, seal, credit, learn, commit; once per iteration (GRPO: arXiv:2402.03300, PPO:
+    arXiv:1707.06347)."""
     run.begin()
     for iteration in run.iterations():
         # A resumed run may have it sealed already.
@@ -55,24 +62,21 @@ def train(run: Run) -> None:
             run, iteration, sample(run, iteration), run.recipe
         )
         run.close_ledger(iteration, sealed.experience.hash, sealed.plan, sealed.joined)
-        # Group-relative advantages, from the sealed facts alone.
-        derived, advantages = credit(
-            sealed.experience,
-            run.recipe.hash,
-            sealed.table,
-            sealed.plan.trained,
-            run.recipe.algorithm,
-        )
+        # Advantages, and a critic's returns, from the sealed facts alone.
+        credited = credit_sealed(run, sealed)
+        derived = credited.derived
         with run.stopwatch("guard"):
             guard = Guard.of(run, iteration, sealed.prompts, run.recipe)
             guard.check_derived(sealed, derived)
         # UPDATING_FROM: an experience trains exactly once, also across restarts.
         begun = run.begin_update(iteration, sealed.experience, derived, sealed.plan)
-        results = learn(run, sealed, derived)
+        learnt = learn(run, iteration, sealed, derived)
         # The new weights become version v+1 once every copy of them was compared.
         run.commit(iteration)
-        sums = run.close_update(begun, results)
-        row = iteration_row(sealed.table, sealed.plan, sealed.parity, advantages, results, sums)
+        # Iterative GRPO: from time to time the KL term looks back at newer weights.
+        refresh_reference_if_due(run, iteration)
+        sums = run.close_update(begun, learnt)
+        row = iteration_row(sealed.table, sealed.plan, sealed.parity, credited, learnt, sums)
         run.finish(iteration, row)
 
 
@@ -126,6 +130,7 @@ def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) 
                 invalid=table.invalid,
                 drawn=sampled.drawn,
                 even_length=run.spec.even_length,
+                critic_even_length=None if run.critic is None else run.critic.spec.even_length,
             )
             run.store.rollout(
                 iteration,
@@ -137,8 +142,15 @@ def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) 
             run.judge_prompts(iteration, sampled.prompts, table, plan)
             owned = exchange(world, gathered.samples, table, plan.update.owner)
         with run.stage("log_probs"):
-            packs = plan.update.local_packs(world.dp_index)
-            prepared = prepare(owned.samples, packs, run.actor, run.reference, world.device)
+            prepared = prepare(
+                owned.samples,
+                plan.update.local_packs(world.dp_index),
+                run.actor,
+                run.reference,
+                world.device,
+                run.critic,
+                None if plan.critic is None else plan.critic.local_packs(world.dp_index),
+            )
             header = run.seal_header(iteration, table)
             with run.stopwatch("guard"):
                 guard = Guard.of(run, iteration, sampled.prompts, recipe)
@@ -153,20 +165,52 @@ def seal_experience(run: Run, iteration: int, sampled: Sampled, recipe: Recipe) 
     return Sealed(table, plan, prepared, parity, experience, owned.joined, sampled.prompts)
 
 
-def learn(run: Run, sealed: Sealed, derived: Derived) -> list[StepResult]:
-    """One optimizer step per minibatch, its denominators counted over all ranks."""
-    algorithm = run.recipe.algorithm
-    loss = partial(grpo_loss, settings=algorithm)
-    results = []
+def credit_sealed(run: Run, sealed: Sealed) -> Credit:
+    """Who did what, in numbers: pure functions of facts, statistics over all ranks' rows. The
+    weight of the KL term follows for the next iteration."""
+    credited = credit(
+        sealed.experience,
+        run.recipe.hash,
+        sealed.table,
+        sealed.plan,
+        run.recipe.algorithm,
+        everyone_of(run.world, sealed.table, sealed.experience.samples),
+        run.controller.beta,
+    )
+    numbers = credited.numbers
+    run.controller.update(
+        numbers.get("reference/kl_sequence", 0.0), int(numbers.get("reference/sequences", 0))
+    )
+    return credited
+
+
+def learn(run: Run, iteration: int, sealed: Sealed, derived: Derived) -> Learnt[StepResult]:
+    """Optimizer steps, one per minibatch and pass, their denominators counted over all ranks.
+
+    The critic's come first; the actor has none while the critic warms up, and no more once it moved
+    too far. Old log-probs and values are constants throughout.
+    """
+    recipe, algorithm = run.recipe, run.recipe.algorithm
+    learnt: Learnt[StepResult] = Learnt([])
+    facts = (sealed.experience, derived)
+    rules = (algorithm, recipe.rollout.max_response_tokens)
     with run.hybrid.training(), run.stage("update"):
-        for packs, totals in zip(sealed.prepared.packs, sealed.plan.totals, strict=True):
-            batches = micro_batches(
-                sealed.experience,
-                derived,
-                packs,
-                totals,
-                algorithm.reduction,
-                run.recipe.rollout.max_response_tokens,
-            )
-            results.append(run.actor.update(batches, loss))
-    return results
+        if run.critic is not None:
+            with run.stopwatch("critic"):
+                minibatches = zip(sealed.prepared.critic_packs, sealed.plan.totals, strict=True)
+                batches = [value_batches(*facts, *each, *rules) for each in minibatches]
+                loss = partial(critic_loss, settings=recipe.critic)
+                for batch in batches * algorithm.epochs:
+                    learnt.critic.append(run.critic.update(batch, loss))
+        if run.critic is not None and iteration < recipe.critic.warmup_iterations:
+            return learnt
+        minibatches = zip(sealed.prepared.packs, sealed.plan.totals, strict=True)
+        batches = [micro_batches(*facts, *each, *rules) for each in minibatches]
+        loss = partial(actor_loss, settings=algorithm, beta=derived.kl_beta)
+        veto = None if algorithm.target_kl is None else partial(moved_too_far, algorithm.target_kl)
+        routers = sealed.prepared.routers or [None] * len(batches)
+        for batch, router in list(zip(batches, routers, strict=True)) * algorithm.epochs:
+            learnt.actor.append(run.actor.update(batch, loss, veto, router))
+            if learnt.actor[-1].stopped:
+                break
+    return learnt

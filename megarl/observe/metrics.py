@@ -29,7 +29,25 @@ TOKENS_PER_SECOND = "time/tokens_per_second"
 ENTROPY = "policy/entropy"
 KL = "policy/kl"
 EVALUATION_PREFIX = "eval/"
-SHOWN = frozenset({REWARD, PARITY, ENTROPY, KL})
+APPROX_KL = "policy/approx_kl"
+CLIP_LOW, CLIP_HIGH = "policy/clip_low", "policy/clip_high"
+REFERENCE_KL = "reference/kl"
+VALUE_LOSS = "critic/value_loss"
+EXPLAINED = "value/explained_variance"
+SHOWN = frozenset(
+    {
+        REWARD,
+        PARITY,
+        ENTROPY,
+        KL,
+        APPROX_KL,
+        CLIP_LOW,
+        CLIP_HIGH,
+        REFERENCE_KL,
+        VALUE_LOSS,
+        EXPLAINED,
+    }
+)
 """Numbers that console, summary and report show, besides times and evaluations."""
 MOST_ITERATIONS = 1 << 53
 """Whole numbers below it are exact as floats."""

@@ -36,10 +36,20 @@ def report_html(run: RunFiles) -> str:
         "greedy": run.points(metrics.ACCURACY),
         "sampled": run.points(metrics.ACCURACY_SAMPLED),
     }
+    clipped = {
+        "below": run.points(metrics.CLIP_LOW),
+        "above": run.points(metrics.CLIP_HIGH),
+    }
     plots = (
         ("Reward, mean of an iteration", {"reward": run.points(metrics.REWARD)}),
         ("Held-out accuracy", accuracy),
         ("Largest log-prob gap, trainer to generator", {"gap": run.points(metrics.PARITY)}),
+        ("Entropy of the policy, nats", {"entropy": run.points(metrics.ENTROPY)}),
+        ("Approximate KL from before the updates, nats", {"kl": run.points(metrics.APPROX_KL)}),
+        ("Share of tokens whose gradient the clip cut off", clipped),
+        ("KL to the reference, nats per token", {"kl": run.points(metrics.REFERENCE_KL)}),
+        ("Critic: value loss", {"loss": run.points(metrics.VALUE_LOSS)}),
+        ("Critic: explained variance of the returns", {"share": run.points(metrics.EXPLAINED)}),
         ("Seconds of an iteration", {"all": run.points(metrics.SECONDS)} | seconds),
     )
     body = "".join(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.algorithms.importance import effective_share
+from megarl.algorithms.objectives import merge_sums
 from megarl.contracts.records import Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
@@ -18,6 +20,8 @@ from megarl.rollout.account import drop_rates
 from megarl.rollout.groups import IterationPlan
 
 if TYPE_CHECKING:  # an audit reads rows without megatron, whose import takes seconds
+    from megarl.algorithms.credit import Credit
+    from megarl.learnt import Learnt
     from megarl.models.step import StepResult
 
 
@@ -25,17 +29,19 @@ def iteration_row(
     table: SampleTable,
     plan: IterationPlan,
     parity: Parity,
-    advantages: np.ndarray,
-    results: Sequence[StepResult],
-    sums: Sequence[dict[str, float]],
+    credited: Credit,
+    learnt: Learnt[StepResult],
+    sums: Learnt[dict[str, float]],
 ) -> dict[str, float]:
-    """`results` are the optimizer steps, `sums` their loss sums over all ranks."""
-    row = rollout_row(table, plan, parity)
-    used = advantages[plan.trained]
-    if len(used):
-        row |= {"advantage/mean": float(used.mean()), "advantage/std": float(used.std())}
-        row["advantage/abs_max"] = float(np.abs(used).max())
-    return row | _updates(list(zip(results, sums, strict=True)))
+    """`learnt` are the optimizer steps of each role, `sums` their loss sums over all ranks."""
+    row = rollout_row(table, plan, parity) | credited.numbers
+    scored = plan.rewards[plan.compared]
+    if len(scored) and not np.array_equal(plan.rewards, table.scores.total, equal_nan=True):
+        row["reward/shaped_mean"] = float(scored.mean())
+    if credited.derived.kl_beta:
+        row["kl/beta"] = credited.derived.kl_beta
+    row |= policy_row(list(zip(learnt.actor, sums.actor, strict=True)))
+    return row | critic_row(list(zip(learnt.critic, sums.critic, strict=True)))
 
 
 def rollout_row(table: SampleTable, plan: IterationPlan, parity: Parity) -> dict[str, float]:
@@ -91,35 +97,97 @@ def _groups(plan: IterationPlan) -> dict[str, float]:
     return row
 
 
-def _updates(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
-    """Means over the tokens of the iteration's minibatches; the first step's ratio apart, since
-    it must be exactly 1."""
+_POLICY_MEANS = {
+    "policy_loss": "policy/loss",
+    "ratio": "policy/ratio_mean",
+    "ratio_above_2": "policy/ratio_above_2",
+    "ratio_below_half": "policy/ratio_below_half",
+    "approx_kl": "policy/approx_kl",
+    "clip_low": "policy/clip_low",
+    "clip_high": "policy/clip_high",
+    "clip_dual": "policy/clip_dual",
+    "entropy": "policy/entropy",
+    "ref_kl": "policy/kl",
+}
+"""Sum over tokens → its mean's name."""
+_CRITIC_MEANS = {
+    "value_loss": "critic/value_loss",
+    "value_clipped": "critic/clipped",
+    "value": "critic/value_mean",
+}
+
+
+def policy_row(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
+    """The actor's steps: means over the tokens of the iteration's minibatches; the first step's
+    ratio apart, since it must be exactly 1."""
     stepped = [(result, sums) for result, sums in steps if result.stepped]
     row: dict[str, float] = {"update/steps": float(len(stepped))}
-    row["update/skipped"] = float(len(steps) - len(stepped))
+    row["update/stopped"] = float(sum(result.stopped for result, _ in steps))
+    row["update/skipped"] = len(steps) - len(stepped) - row["update/stopped"]
     tokens = sum(sums["tokens"] for _, sums in stepped)
     if not tokens:
         return row
     first = steps[0][1]
     if first.get("tokens"):
         row["policy/first_log_ratio_abs_max"] = first["log_ratio_abs_max"]
-    for name, key in (
-        ("policy_loss", "policy/loss"),
-        ("ratio", "policy/ratio_mean"),
-        ("approx_kl", "policy/approx_kl"),
-        ("clip_low", "policy/clip_low"),
-        ("clip_high", "policy/clip_high"),
-        ("clip_dual", "policy/clip_dual"),
-        ("entropy", "policy/entropy"),
-        ("ref_kl", "policy/kl"),
-    ):
-        if name in stepped[0][1]:
-            row[key] = sum(sums[name] for _, sums in stepped) / tokens
+    row |= _means(stepped, _POLICY_MEANS)
     row["policy/ratio_max"] = max(sums["ratio_max"] for _, sums in stepped)
-    row["update/loss"] = float(np.mean([sums["loss"] for _, sums in stepped]))
-    row["update/grad_norm"] = float(np.mean([result.grad_norm for result, _ in stepped]))
-    row["update/lr"] = stepped[-1][0].lr
-    return row
+    row["policy/ratio_min"] = min(sums["ratio_min"] for _, sums in stepped if "ratio_min" in sums)
+    if "router_aux" in stepped[0][1]:  # no sum over tokens: the loss of the whole minibatch
+        row["policy/router_aux"] = float(np.mean([sums["router_aux"] for _, sums in stepped]))
+    return row | _importance([sums for _, sums in stepped]) | _optimizer(stepped, "update")
+
+
+def _importance(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of the weights that correct trainer against generator; nothing where there are none."""
+    merged = merge_sums(steps)
+    if "importance" not in merged:
+        return {}
+    tokens = merged["tokens"]
+    return {
+        "importance/mean": merged["importance"] / tokens,
+        "importance/max": merged["importance_max"],
+        "importance/ratio_max": merged["importance_ratio_max"],
+        "importance/ratio_min": merged["importance_ratio_min"],
+        "importance/above_high": merged["importance_high"] / tokens,
+        "importance/below_low": merged["importance_low"] / tokens,
+        "importance/effective_share": effective_share(merged) or 0.0,
+    }
+
+
+def critic_row(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
+    """The critic's steps, in the same way; nothing where there is no critic."""
+    if not steps:
+        return {}
+    stepped = [(result, sums) for result, sums in steps if result.stepped]
+    row = {
+        "critic/steps": float(len(stepped)),
+        "critic/skipped": float(len(steps) - len(stepped)),
+    }
+    if not sum(sums["tokens"] for _, sums in stepped):
+        return row
+    return row | _means(stepped, _CRITIC_MEANS) | _optimizer(stepped, "critic")
+
+
+def _means(
+    stepped: Sequence[tuple[StepResult, dict[str, float]]], names: Mapping[str, str]
+) -> dict[str, float]:
+    tokens = sum(sums["tokens"] for _, sums in stepped)
+    return {
+        key: sum(sums[name] for _, sums in stepped) / tokens
+        for name, key in names.items()
+        if name in stepped[0][1]
+    }
+
+
+def _optimizer(
+    stepped: Sequence[tuple[StepResult, dict[str, float]]], group: str
+) -> dict[str, float]:
+    return {
+        f"{group}/loss": float(np.mean([sums["loss"] for _, sums in stepped])),
+        f"{group}/grad_norm": float(np.mean([result.grad_norm for result, _ in stepped])),
+        f"{group}/lr": stepped[-1][0].lr,
+    }
 
 
 def why_nothing(row: Mapping[str, float]) -> str:

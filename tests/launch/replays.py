@@ -16,9 +16,10 @@ def gradients(run: Path, iteration: int, *overrides: str) -> dict[str, Any]:
     whole gradients before clipping (HF names, float64) and the norm, of each minibatch. Collective.
     """
     from megarl.algorithms.credit import credit
-    from megarl.algorithms.objectives import grpo_loss
-    from megarl.assemble import actor_of
+    from megarl.algorithms.objectives import actor_loss
+    from megarl.assemble_roles import actor_of
     from megarl.contracts.tokens import Tokens
+    from megarl.data.everyone import everyone_of
     from megarl.data.minibatch import micro_batches
     from megarl.models.build import destroy_mesh
     from megarl.modes.launch import Source
@@ -37,7 +38,9 @@ def gradients(run: Path, iteration: int, *overrides: str) -> dict[str, Any]:
     sealed = load_source(source, recipe, Tokens.load(Path(recipe.model.path)), spec)
     again = reload(world, recipe, source, sealed, actor)
     algorithm = recipe.algorithm
-    derived, _ = credit(again.experience, recipe.hash, again.table, again.plan.trained, algorithm)
+    everyone = everyone_of(world, again.table, again.experience.samples)
+    facts = (again.experience, recipe.hash, again.table, again.plan)
+    derived = credit(*facts, algorithm, everyone, algorithm.kl.beta).derived
     told: dict[str, Any] = {"gradients": [], "norms": [], "same_choice": again.same_choice}
     step = actor.trainer.step
 
@@ -52,10 +55,11 @@ def gradients(run: Path, iteration: int, *overrides: str) -> dict[str, Any]:
             derived,
             packs,
             totals,
-            algorithm.reduction,
+            algorithm,
             recipe.rollout.max_response_tokens,
         )
-        result = actor.update(batches, partial(grpo_loss, settings=algorithm))
+        loss = partial(actor_loss, settings=algorithm, beta=derived.kl_beta)
+        result = actor.update(batches, loss)
         told["norms"].append(result.grad_norm)
     destroy_mesh()
     return told

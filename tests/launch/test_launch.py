@@ -137,15 +137,31 @@ def test_torchrun_takes_the_script_as_python() -> None:
     assert "no.yaml: there is no such recipe file" in done.stderr
 
 
-def test_the_script_is_valid_in_both_languages_and_short() -> None:
-    text = SCRIPT.read_text()
-    compile(text, str(SCRIPT), "exec")
+@pytest.mark.parametrize("name", ["grpo.sh", "ppo.sh"])
+def test_the_script_is_valid_in_both_languages_and_short(name: str) -> None:
+    text = SCRIPT.with_name(name).read_text()
+    compile(text, name, "exec")
     assert len(text.splitlines()) <= 15
     # sbatch wants an interpreter first and reads its own lines only above the first command.
     assert text.startswith("#!/bin/bash\n#SBATCH ")
 
 
-@pytest.mark.parametrize("name", ["launch/grpo.sh", "launch/env.sh", ".ci/run"])
+def test_the_scripts_differ_in_their_names_alone() -> None:
+    grpo, ppo = (SCRIPT.with_name(name).read_text() for name in ("grpo.sh", "ppo.sh"))
+    assert grpo.replace("grpo.sh", "ppo.sh") == ppo
+    done = subprocess.run(
+        ["bash", "launch/ppo.sh", "recipes/quickstart-ppo.yaml", "--dry-run"],
+        cwd=ROOT,
+        env=os.environ | {"MEGARL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.rstrip().endswith(
+        "-m megarl.launcher 2 megarl.train recipes/quickstart-ppo.yaml"
+    )
+
+
+@pytest.mark.parametrize("name", ["launch/grpo.sh", "launch/ppo.sh", "launch/env.sh", ".ci/run"])
 def test_shell_parses(name: str) -> None:
     done = subprocess.run(["bash", "-n", name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

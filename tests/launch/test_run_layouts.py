@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.audit.verify import verify
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.launch
 SCORERS = "[{name: 'tests.launch.scorers:digit_share'}, {name: exact_match, weight: 0.0}]"
 EP2 = {"actor.tp": 1, "actor.ep": 2, "rollout.tp": 2, "rollout.ep": 2}
 TP2 = {"actor.tp": 2, "actor.ep": 2, "actor.expert_tp": 1, "actor.sequence_parallel": True}
+ROUTED = {"actor.replay_routing": True, "actor.router_aux_loss": 1e-3}
 VIRTUAL = {"actor.tp": 1, "actor.pp": 2, "actor.virtual_stages": 2, "rollout.tp": 2}
 
 
@@ -39,7 +41,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Finis
     """(data, runs folder, a run of two iterations with every expert on one rank of two)."""
     data = make_model(tmp_path_factory.mktemp("data"), experts=True)
     runs = tmp_path_factory.mktemp("runs")
-    keys = EP2 | {"run.iterations": 2, "checkpoint.every": 1, "reward.scorers": SCORERS}
+    keys = EP2 | ROUTED | {"run.iterations": 2, "checkpoint.every": 1, "reward.scorers": SCORERS}
     return data, runs, run_warm("experts", settings(data, runs, **keys), runs)
 
 
@@ -47,6 +49,18 @@ def test_experts_are_trained_over_ranks_and_generate_over_ranks(experts) -> None
     _, _, run = experts
     _agrees(run)
     assert run.rows[-1]["update/steps"] == 2
+
+
+def test_tokens_are_trained_where_the_generator_sent_them_and_experts_are_balanced(experts) -> None:
+    """Two layers of four experts, two of them a token: balanced, the loss is 1e-3 · 2."""
+    _, _, run = experts
+    for number, row in enumerate(run.rows):
+        assert 2e-3 * 0.99 < row["policy/router_aux"] < 2e-3 * 2
+        samples = open_run(run.folder).iteration(number).sealed.samples
+        assert len(samples.experts) == 2 * 2 * (
+            len(samples.prompt_ids) + len(samples.response_ids) - len(samples)
+        )
+        assert set(np.unique(samples.experts)) <= set(range(4))
 
 
 def test_a_checkpoint_of_experts_is_converted_to_what_the_run_exported(experts, tmp_path) -> None:
@@ -58,7 +72,7 @@ def test_a_checkpoint_of_experts_is_converted_to_what_the_run_exported(experts, 
 
 def test_a_run_of_experts_goes_on_in_another_layout(experts) -> None:
     data, runs, _ = experts
-    keys = TP2 | {"run.iterations": 3, "checkpoint.every": 1, "reward.scorers": SCORERS}
+    keys = TP2 | ROUTED | {"run.iterations": 3, "checkpoint.every": 1, "reward.scorers": SCORERS}
     run = run_warm("experts", settings(data, runs, **keys), runs)
     _agrees(run)
     assert [row["iteration"] for row in run.rows] == [0, 1, 2]

@@ -50,7 +50,7 @@ def test_two_jobs_run_on_one_node_at_the_same_time(
     slurm: Slurm, data: Path, tmp_path: Path
 ) -> None:
     """The script is given once by its full path from elsewhere, once from the checkout."""
-    both = {"first": (SCRIPT, tmp_path), "second": ("launch/grpo.sh", ROOT)}
+    both = {"first": (SCRIPT, tmp_path), "second": ("launch/ppo.sh", ROOT)}
     jobs = {}
     for name, (script, cwd) in both.items():
         arguments = settings(data, tmp_path, **(SMALL | {"run.name": name, "world.ranks": 2}))
