@@ -32,7 +32,7 @@ def policies_of(
 
 def actor_of(recipe: Recipe, world: World, spec: ModelSpec) -> Actor:
     """The policy with its optimizer. Collective."""
-    return Actor(*role_arguments(recipe, world, spec), steps_of(recipe), recipe.seed)
+    return Actor(*role_arguments(recipe, world, spec), recipe.actor_steps, recipe.seed)
 
 
 def reference_of(recipe: Recipe, world: World) -> Reference:
@@ -49,16 +49,11 @@ def critic_of(recipe: Recipe, world: World) -> Critic | None:
     folder = critic_folder(recipe)
     spec, fresh_head = critic_spec(folder, read_spec(Path(recipe.model.path)))
     arguments = role_arguments(recipe, world, spec, folder, recipe.critic_section)
-    return Critic(*arguments, steps_of(recipe), recipe.seed, fresh_head)
+    return Critic(*arguments, recipe.critic_steps, recipe.seed, fresh_head)
 
 
 def critic_folder(recipe: Recipe) -> Path:
     return Path(recipe.critic.path or recipe.model.path)
-
-
-def steps_of(recipe: Recipe) -> int:
-    """Optimizer steps that a learner takes at most."""
-    return recipe.run.iterations * recipe.algorithm.steps_per_iteration
 
 
 def role_arguments(

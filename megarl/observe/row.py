@@ -89,6 +89,7 @@ def _groups(plan: IterationPlan) -> dict[str, float]:
     row["rollout/rounds"] = float(account["rounds"])
     row["rollout/prompts"] = float(account["prompts"])
     row["rollout/informative_share"] = counts["groups_informative"] / counts["groups"]
+    row["groups/zero_variance_share"] = counts["groups_zero_variance"] / counts["groups"]
     for reason, count in account["lost_reasons"].items():
         row[f"lost/{reason}"] = float(count)
     for label in ("source", "length"):

@@ -23,9 +23,9 @@ def learning_refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _unread(recipe)
     yield from _kl(recipe)
     yield from _process(recipe)
-    yield from _optimizer(recipe, "actor", recipe.actor)
     yield from _routers(recipe)
     yield from _critic(recipe)
+    yield from _optimizer("actor", recipe.actor, recipe.actor_steps)
     yield from _reference(recipe)
 
 
@@ -176,8 +176,11 @@ def _process(recipe: Recipe) -> Iterator[Refusal]:
             )
 
 
-def _optimizer(recipe: Recipe, role: str, section: ActorSection) -> Iterator[Refusal]:
-    steps = recipe.run.iterations * recipe.algorithm.steps_per_iteration
+def _optimizer(role: str, section: ActorSection, steps: int) -> Iterator[Refusal]:
+    """`steps`: that the role takes in the run."""
+    iterations = "run.iterations"
+    if role == "actor":
+        iterations = "(run.iterations − critic.warmup_iterations)"
     if section.min_lr > section.lr:
         yield (
             (f"{role}.min_lr", f"{role}.lr"),
@@ -193,7 +196,8 @@ def _optimizer(recipe: Recipe, role: str, section: ActorSection) -> Iterator[Ref
         yield (
             (f"{role}.lr_warmup_steps", "run.iterations"),
             f"a warm-up of {section.lr_warmup_steps} steps never ends: the run has {steps} "
-            "(run.iterations × algorithm.epochs × algorithm.minibatches); set it below that",
+            f"({iterations} × algorithm.epochs × algorithm.minibatches); set it "
+            "below that",
         )
 
 
@@ -235,7 +239,7 @@ def _critic(recipe: Recipe) -> Iterator[Refusal]:
             f"{critic.tokens_per_micro_batch} tokens cannot hold the longest sample, {longest} "
             "(data.max_prompt_tokens + rollout.max_response_tokens); raise it to that or more",
         )
-    yield from _optimizer(recipe, "critic", recipe.critic_section)
+    yield from _optimizer("critic", recipe.critic_section, recipe.critic_steps)
 
 
 def _reference(recipe: Recipe) -> Iterator[Refusal]:

@@ -89,6 +89,17 @@ class Recipe(Section):
         """What the critic is built and learns by."""
         return self.critic.over(self.actor)
 
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps that the critic takes in the run; the length of its decay."""
+        return self.run.iterations * self.algorithm.steps_per_iteration
+
+    @property
+    def actor_steps(self) -> int:
+        """Those of the actor at most: it has none while a critic warms up."""
+        learning = self.run.iterations - self.critic.warmup_iterations
+        return learning * self.algorithm.steps_per_iteration
+
     def flat(self) -> dict[str, Any]:
         """Dotted key → value as plain JSON data, in declared order; lists and mappings whole."""
         found: dict[str, Any] = {}
