@@ -27,6 +27,8 @@ def policies_of(
     if learns:
         return actor_of(recipe, world, spec), reference
     policy = Reference(*role_arguments(recipe, world, spec))
+    if recipe.actor.replay_routing:
+        policy.replay_routing()
     return policy, reference or (policy if recipe.algorithm.needs_reference else None)
 
 

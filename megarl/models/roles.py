@@ -53,8 +53,8 @@ class Learner(Scorer):
         super().__init__(spec, folder, world, model_section, section, temperature, body)
         torch.manual_seed(seed)
         self.trainer = Trainer(self.model, world, section, total_steps, self.name)
-        for chunk in self.model.chunks:
-            chunk.replays = section.replay_routing
+        if section.replay_routing:
+            self.replay_routing()
 
     @property
     def optimizer_step(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.models.build import (
 )
 from megarl.models.logprobs import TokenScores, token_scores
 from megarl.models.pipeline import from_last_stage, run_packs
+from megarl.models.router_loss import RouterTargets
 from megarl.models.routers import freeze_routers
 from megarl.reshard.families.spec import ModelSpec
 from megarl.world import World
@@ -96,6 +98,17 @@ class Scorer:
         """`packs[minibatch][pack]` of this rank with the lengths that the layout needs. Collective
         over all ranks."""
         return self.pack_shape.pad(packs, self.world.maximum)
+
+    def replay_routing(self) -> None:
+        """From here on tokens go to the experts that their packs name, as actor.replay_routing asks
+        of the policy that generated them."""
+        for chunk in self.model.chunks:
+            chunk.replays = True
+
+    @contextmanager
+    def counting_experts(self, packs: Sequence[int]) -> Iterator[list[RouterTargets]]:
+        """Of a role that learns no balance of its experts: the list stays empty (see `Actor`)."""
+        yield []
 
     def _check_ids(self, packs: Sequence[Pack]) -> None:
         """Raises `ValueError` for a token id that the model does not have."""

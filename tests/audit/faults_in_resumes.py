@@ -89,7 +89,7 @@ def a_position_of_another_version(forger: Forger) -> None:
     forger.json(path, lambda told: told.update(version=other["actor"]["id"]), indent=1)
 
 
-@fault("positions", "is no reference")
+@fault("checkpoints", "position.json tells of the reference")
 def a_position_with_another_reference(forger: Forger) -> None:
     _position(forger, lambda told: told.update(reference=told["actor"]))
 

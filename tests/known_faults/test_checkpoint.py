@@ -115,7 +115,7 @@ def _schedule(model: Path, run: Path) -> list[Any]:
     restarted = fresh.actor.trainer.learning_rate()
     restore(fresh, newest_whole(run))
     told = [fresh.actor.trainer.learning_rate(), restarted, fingerprint(fresh) == before]
-    told += [fresh.state.step, fresh.actor.trainer.steps]
+    told += [fresh.state_of("actor").step, fresh.actor.trainer.steps]
     destroy_mesh()
     return told
 

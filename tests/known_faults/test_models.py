@@ -5,11 +5,11 @@ Not covered: faults of a GPU's kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,18 +111,12 @@ def _neighbours(folder: Path) -> list[Any]:
     samples = make_samples(1, 2, prompt=(2, 3), response=(1, 7))
     ids = samples.prompt_ids.copy()
     ids[0] = (ids[0] + 1) % 300
-    other = SimpleNamespace(**{**_columns(samples), "prompt_ids": ids})
+    other = replace(samples, prompt_ids=ids)
     packs = [build_pack(samples, [0, 1]), build_pack(other, [0, 1])]
     packs += [build_pack(samples, [row]) for row in (0, 1)]
     both, changed, first, second = (s.log_probs_A for s in actor.log_probs(packs))
     destroy_mesh()
     return [both, changed, torch.cat([first, second]), int(samples.response_lengths[0])]
-
-
-def _columns(samples: Any) -> dict[str, np.ndarray]:
-    names = ("prompt_lengths", "response_lengths", "prompt_offsets", "response_offsets")
-    names += ("prompt_ids", "response_ids", "action_mask")
-    return {name: getattr(samples, name) for name in names}
 
 
 @pytest.mark.dist

