@@ -41,6 +41,7 @@ from megarl.observe.environment import write_environment
 from megarl.observe.runfolder import DATA_FILE
 from megarl.platforms.offload import Offloads
 from megarl.recipe import Recipe
+from megarl.recipe.checks_learning import learning_notes
 from megarl.reshard.families import read_spec
 from megarl.reshard.families.spec import ModelSpec
 from megarl.reshard.layout import megatron_placement, sglang_placement
@@ -119,6 +120,9 @@ def _assemble(
     desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
     _write_facts(recipe, world, desk.folder, train, tokens)
     _note_refusals(train, recipe.data.train, desk.console)
+    if learns:
+        for line in learning_notes(recipe):
+            desk.console.note(line)
     desk.announce("build_actor")
     stack.callback(destroy_mesh)
     actor, reference = policies_of(recipe, world, spec, learns)

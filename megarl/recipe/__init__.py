@@ -95,6 +95,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     settings = read_settings(path)
     apply_overrides(settings, overrides)
     _refuse_unknown_keys(settings)
+    _unset_sections(settings.data, Recipe)
     _name_run(settings, path)
     _fill_seed(settings)
     try:
@@ -137,6 +138,18 @@ def _refuse_unknown_keys(settings: Settings) -> None:
                 walk(value, (*path, part))
 
     walk(settings.data, ())
+
+
+def _unset_sections(tree: dict[str, Any], model: type[BaseModel]) -> None:
+    """A section that is given as nothing has its defaults, whatever a base said."""
+    for field, info in model.model_fields.items():
+        name, kind = info.alias or field, info.annotation
+        if not isinstance(kind, type) or not issubclass(kind, BaseModel):
+            continue
+        if isinstance(tree.get(name), dict):
+            _unset_sections(tree[name], kind)
+        elif name in tree and tree[name] is None and not info.is_required():
+            del tree[name]
 
 
 def _name_run(settings: Settings, path: Path) -> None:

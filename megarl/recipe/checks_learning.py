@@ -25,8 +25,24 @@ def learning_refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _process(recipe)
     yield from _routers(recipe)
     yield from _critic(recipe)
-    yield from _optimizer("actor", recipe.actor, recipe.actor_steps)
+    if recipe.actor_steps:
+        yield from _optimizer("actor", recipe.actor, recipe.actor_steps)
     yield from _reference(recipe)
+
+
+def learning_notes(recipe: Recipe) -> Iterator[str]:
+    """What a recipe may say and a person would want to be told of."""
+    algorithm = recipe.algorithm
+    if not recipe.actor_steps:
+        yield (
+            f"critic.warmup_iterations {recipe.critic.warmup_iterations} covers the whole run: the "
+            "actor does not learn"
+        )
+    if algorithm.kl_in_loss and algorithm.kl.estimator == "k1":
+        yield (
+            "algorithm.kl.estimator k1 in the loss has an expected gradient of 0: it regularises "
+            "nothing; k2 or k3 do"
+        )
 
 
 def _estimator(recipe: Recipe) -> Iterator[Refusal]:
@@ -100,11 +116,32 @@ def _unread(recipe: Recipe) -> Iterator[Refusal]:
         plain = AlgorithmSection.model_fields[name].default
         # An own function may read whatever it likes.
         if chosen in built_in and chosen not in reading and getattr(algorithm, name) != plain:
+            unset = f"algorithm.{name}=" if name in ("gae", "dual_clip") else f"set {plain}"
             yield (
                 (f"algorithm.{name}",),
-                f"{chosen} does not read it, only {' and '.join(reading)}; leave it out",
+                f"{chosen} does not read it, only {' and '.join(reading)}; leave it out ({unset})",
             )
+    if (
+        algorithm.group_std == "none"
+        and algorithm.advantage_eps != AlgorithmSection.model_fields["advantage_eps"].default
+    ):
+        yield (
+            ("algorithm.advantage_eps", "algorithm.group_std"),
+            "nothing is divided with group_std none; leave it out",
+        )
+    if algorithm.target_kl is not None and algorithm.steps_per_iteration == 1:
+        yield (
+            ("algorithm.target_kl", "algorithm.epochs"),
+            "the first step of an iteration has a KL of exactly 0, and there is only this one; "
+            "leave it out, or take more minibatches or epochs",
+        )
     overlong, longest = algorithm.overlong, recipe.rollout.max_response_tokens
+    if overlong.penalty != 1.0 and not overlong.buffer_tokens:
+        yield (
+            ("algorithm.overlong.penalty", "algorithm.overlong.buffer_tokens"),
+            "without a buffer there is no penalty; set algorithm.overlong.buffer_tokens, or leave "
+            "it out",
+        )
     if overlong.buffer_tokens > longest:
         yield (
             ("algorithm.overlong.buffer_tokens", "rollout.max_response_tokens"),
@@ -136,6 +173,11 @@ def _kl(recipe: Recipe) -> Iterator[Refusal]:
         yield (
             ("algorithm.kl.target", "algorithm.kl.beta"),
             "β is steered in proportion and never leaves 0; set algorithm.kl.beta to a start",
+        )
+    if kl.horizon != type(kl).model_fields["horizon"].default and kl.target is None:
+        yield (
+            ("algorithm.kl.horizon", "algorithm.kl.target"),
+            "β stays as it is without a target; set algorithm.kl.target, or leave it out",
         )
     algorithm = recipe.algorithm
     if algorithm.kl_in_reward and algorithm.group_relative and algorithm.overlong.mask_truncated:
@@ -216,7 +258,8 @@ def _critic(recipe: Recipe) -> Iterator[Refusal]:
             if getattr(critic, key) != CriticSection.model_fields[key].default:
                 yield (
                     (f"critic.{key}", "algorithm.name"),
-                    "grpo has no critic; leave the section out, or set algorithm.name to ppo",
+                    "grpo has no critic; leave the section out (critic=), or set algorithm.name to "
+                    "ppo",
                 )
         return
     for key in LAYOUT_KEYS:
@@ -227,11 +270,6 @@ def _critic(recipe: Recipe) -> Iterator[Refusal]:
                 f"{mine}, but the actor has {actors}: megatron has one layout in a process, and "
                 "the critic lives in the actor's; leave it out",
             )
-    if critic.warmup_iterations >= recipe.run.iterations:
-        yield (
-            ("critic.warmup_iterations", "run.iterations"),
-            f"the actor would never learn in {recipe.run.iterations} iterations; set it below that",
-        )
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     if critic.tokens_per_micro_batch is not None and critic.tokens_per_micro_batch < longest:
         yield (
@@ -250,5 +288,5 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
             yield (
                 (f"reference.{key}", "algorithm.kl.beta"),
                 "with algorithm.kl.beta 0 no reference is loaded; set it above 0, or leave the "
-                "section out",
+                "section out (reference=)",
             )

@@ -51,6 +51,7 @@ def recipe_reference_markdown() -> str:
         "  here win, sections merge key by key, lists are replaced whole.",
         "- `key=value` on the command line wins over files: `rollout.tp=2`,",
         "  `reward.scorers=[{name: exact_match}]`. Values are YAML.",
+        "- A section given as nothing (`critic=`, `algorithm.gae:`) has its defaults again.",
         "- `{seed}` in `run.name`, `run.folder`, `model.path`, `data.train`, `data.eval`,",
         "  `critic.path`, `reference.path` and `resume.from` is the seed.",
         "  Paths are relative to the folder the command is started in.",

@@ -97,7 +97,7 @@ class Recipe(Section):
     @property
     def actor_steps(self) -> int:
         """Those of the actor at most: it has none while a critic warms up."""
-        learning = self.run.iterations - self.critic.warmup_iterations
+        learning = max(0, self.run.iterations - self.critic.warmup_iterations)
         return learning * self.algorithm.steps_per_iteration
 
     def flat(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe import load_recipe
+from megarl.recipe.checks_learning import learning_notes
 from megarl.recipe.differences import update_differences
 from tests.recipe.files import MINIMAL, ROOT, refusal
 
@@ -142,7 +143,18 @@ REFUSED = [
     (["critic.lr=1e-3"], "critic.lr", "grpo has no critic"),
     ([*PPO, "critic.tp=1"], "critic.tp", "1, but the actor has 2: megatron has one layout"),
     ([*PPO, "critic.pp=2"], "critic.pp", "2, but the actor has 1"),
-    ([*PPO, "critic.warmup_iterations=4"], "critic.warmup_iterations", "would never learn in 4"),
+    (
+        ["algorithm.group_std=none", "algorithm.advantage_eps=1e-3"],
+        "algorithm.advantage_eps",
+        "nothing is divided",
+    ),
+    (
+        ["algorithm.minibatches=1", "algorithm.target_kl=0.1"],
+        "algorithm.target_kl",
+        "a KL of exactly 0",
+    ),
+    (["algorithm.overlong.penalty=2"], "algorithm.overlong.penalty", "there is no penalty"),
+    (["algorithm.kl={beta: 0.1, horizon: 5}"], "algorithm.kl.horizon", "stays as it is"),
     ([*PPO, "critic.tokens_per_micro_batch=31"], "critic.tokens_per_micro_batch", "raise it"),
     ([*PPO, "critic.min_lr=1"], "critic.min_lr", "is above lr"),
     ([*PPO, "critic.lr_warmup_steps=8"], "critic.lr_warmup_steps", "the run has 8"),
@@ -158,6 +170,31 @@ def test_keys_refuse_each_other_in_one_line(
     message = refusal(recipe_file, overrides)
     assert f": {key}: " in message
     assert says in message
+
+
+def test_a_section_given_as_nothing_has_its_defaults(recipe_file: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    keys = "\nalgorithm:\n  name: ppo\n  minibatches: 2\n  gae: {lam: 0.5}\ncritic: {lr: 1e-3}\n"
+    base.write_text(MINIMAL.replace("algorithm:\n  minibatches: 2\n", keys))
+    to_grpo = ["algorithm.name=grpo", "algorithm.gae=", "critic="]
+    assert load_recipe(base, to_grpo).algorithm == load_recipe(recipe_file).algorithm
+    child = tmp_path / "child.yaml"
+    child.write_text("base: base.yaml\nalgorithm:\n  name: grpo\n  gae:\ncritic:\n")
+    assert load_recipe(child).critic == load_recipe(recipe_file).critic
+    message = refusal(base, ["algorithm.name=grpo", "critic="])
+    assert "leave it out (algorithm.gae=)" in message
+    assert "must be a section of keys" in refusal(recipe_file, ["actor="])
+
+
+def test_what_a_person_would_want_to_know_is_noted(recipe_file: Path) -> None:
+    def notes(*overrides: str) -> list[str]:
+        return list(learning_notes(load_recipe(recipe_file, list(overrides))))
+
+    assert notes() == notes(*PPO) == []
+    (alone,) = notes(*PPO, "critic.warmup_iterations=4")
+    assert "the actor does not learn" in alone
+    (nothing,) = notes("algorithm.kl={beta: 0.1, estimator: k1}")
+    assert "regularises nothing" in nothing
 
 
 def test_what_fits_is_let_through(recipe_file: Path) -> None:
