@@ -16,6 +16,7 @@ import pytest
 
 from megarl.audit.verify import verify
 from megarl.audit.view import open_run
+from megarl.experience.load import load_iteration
 from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings
 from tools.audit import main
 
@@ -166,3 +167,27 @@ def test_own_functions_train_and_are_part_of_the_run(data: Path, tmp_path) -> No
     assert refused.code == 2
     assert "algorithm.advantage: tests.launch.own_functions.too_few gave" in refused.output
     assert not (tmp_path / "few").exists()
+
+
+def test_collected_samples_with_values_train_a_critic(data: Path, tmp_path) -> None:
+    keys = {
+        "algorithm.name": "ppo",
+        "critic.lr": 1e-3,
+        "critic.warmup_iterations": 0,
+        "world.ranks": 1,
+        "actor.tp": 1,
+        "data.eval": "null",
+        "run.iterations": 1,
+        "reward.scorers": SCORERS,
+    }
+    arguments = settings(data, tmp_path, **keys)
+    collected = run_warm("collected", [*arguments, "--only", "rollout"], tmp_path)
+    assert collected.code == 0, collected.output + collected.logs()
+    sealed = load_iteration(collected.folder, 0)
+    assert (sealed.values == 0).all() and (sealed.last_values == 0).all()  # a fresh head's
+    later = [each for each in arguments if "run.iterations" not in each]
+    trained = run_warm("trained", [*later, "--only", "train", "--from", "collected"], tmp_path)
+    assert trained.code == 0, trained.output + trained.logs()
+    (update,) = _steps(trained)
+    assert [step["stepped"] for step in update["critic"]] == [True, True]
+    assert verify(open_run(trained.folder)).findings == []
