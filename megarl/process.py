@@ -131,7 +131,7 @@ def _check_roles(recipe: Recipe, actor: ModelSpec, longest: int) -> None:
     if recipe.algorithm.needs_values:
         folder = Path(recipe.critic.path or recipe.model.path)
         critic_spec(folder, actor, longest, mesh)
-        refuse_other_tokens(folder, Path(recipe.model.path))
+        _check_tokens(recipe, "critic.path", recipe.critic.path)
     if recipe.algorithm.needs_reference and recipe.reference.path is not None:
         spec = read_spec(Path(recipe.reference.path))
         if (spec.vocab, spec.head) != (actor.vocab, "lm"):
@@ -148,6 +148,21 @@ def _check_roles(recipe: Recipe, actor: ModelSpec, longest: int) -> None:
                 f"{recipe.model.path} and cannot take its weights; leave one of the two keys out"
             )
         megatron_placement(spec, mesh)
+        _check_tokens(recipe, "reference.path", recipe.reference.path)
+
+
+def _check_tokens(recipe: Recipe, key: str, folder: str | None) -> None:
+    """Raises `InputError` for a folder of `key` whose token ids are not the actor's; says so where
+    it has no tokenizer to tell."""
+    if folder is None or Path(folder).resolve() == Path(recipe.model.path).resolve():
+        return
+    told = refuse_other_tokens(key, Path(folder), Path(recipe.model.path))
+    if not told and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megarl: {key}: {folder} has no tokenizer; its token ids are taken for the actor's",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _check_functions(recipe: Recipe) -> None:

@@ -35,7 +35,7 @@ from megarl.models.roles import Actor, Critic, Reference
 from megarl.models.step import StepResult
 from megarl.observe.console import Console
 from megarl.observe.metrics import ACCURACY, MetricsWriter
-from megarl.observe.row import why_nothing
+from megarl.observe.notes import ended_early, little_taught
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
 from megarl.reshard.families.spec import ModelSpec
@@ -197,6 +197,8 @@ class Run:
         role's steps."""
         sums = Learnt(self.global_sums(learnt.actor), self.global_sums(learnt.critic))
         self.records.update(begun, self.version, learnt, sums)
+        if told := ended_early(begun.iteration, learnt.actor):
+            self.console.note(told)
         return sums
 
     def global_sums(self, results: Sequence[StepResult]) -> list[dict[str, float]]:
@@ -310,8 +312,8 @@ class Run:
             row |= {f"eval/final/{key.removeprefix('eval/')}": v for key, v in final.items()}
             self._evaluation = self._evaluation or final
         self.report(iteration, row)
-        if not row["update/steps"] and not row.get("critic/steps"):
-            self.console.note(f"iteration {iteration} taught nothing: {why_nothing(row)}")
+        for line in little_taught({"iteration": iteration} | row, self.recipe):
+            self.console.note(line)
 
     def report(self, iteration: int, row: Mapping[str, Any]) -> None:
         """The iteration's row, with its times, to metrics and console."""

@@ -12,7 +12,7 @@ N samples of the iteration in canonical order, n of them this rank's with R resp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from megarl.algorithms.group import grpo_advantages, rloo_advantages
 from megarl.algorithms.shaping import step_rewards
 from megarl.contracts.steps import Steps
 from megarl.data.everyone import Everyone
+
+_STEPS = fields(Steps)
 
 
 class GaeSettings(Protocol):
@@ -46,7 +48,10 @@ class CreditSettings(Protocol):
 
 @dataclass(frozen=True)
 class CreditBatch:
-    """This rank's samples, and what statistics need of all of them."""
+    """This rank's samples, and what statistics need of all of them.
+
+    Its arrays are read-only views: they are shared with the table and the sealed experience.
+    """
 
     offsets: np.ndarray  # int64 [n+1], where each sample's response tokens begin
     action_mask: np.ndarray  # bool [R]
@@ -69,20 +74,40 @@ class CreditBatch:
     """This rank's float64 [n, k] → everybody's [N, k]. Collective: ask alike on every rank, also
     where n is 0."""
 
+    def __post_init__(self) -> None:
+        for name, view in self._mapped(_read_only).items():
+            object.__setattr__(self, name, view)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every array by its name; those of the steps are `steps.value` and so on."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        columns |= {f"steps.{field.name}": getattr(self.steps, field.name) for field in _STEPS}
+        return {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+
+    def copy(self) -> CreditBatch:
+        """The same with arrays of its own, read-only too: not every writer heeds that flag
+        (`np.add.at`, `torch.from_numpy`), and foreign code must not reach the facts."""
+        return replace(self, **self._mapped(np.copy))
+
+    def _mapped(self, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        changed = {name: change(array) for name, array in self.arrays().items()}
+        steps = Steps(*(changed.pop(f"steps.{field.name}") for field in _STEPS))
+        return changed | {"steps": steps}
+
     @cached_property
     def sample(self) -> np.ndarray:
         """int64 [R], the sample (of n) that each response token belongs to."""
-        return np.repeat(np.arange(len(self.own)), np.diff(self.offsets))
+        return _read_only(np.repeat(np.arange(len(self.own)), np.diff(self.offsets)))
 
     @cached_property
     def trained_mask(self) -> np.ndarray:
         """bool [R], action tokens of samples that train."""
-        return self.action_mask & self.trained[self.own][self.sample]
+        return _read_only(self.action_mask & self.trained[self.own][self.sample])
 
     @cached_property
     def trained_sample(self) -> np.ndarray:
         """int64 [tokens of `trained_mask`], the sample of each."""
-        return self.sample[self.trained_mask]
+        return _read_only(self.sample[self.trained_mask])
 
     def sums(self, column: np.ndarray) -> np.ndarray:
         """float64 [n]: of a column [R], each sample's trained action tokens, in their order."""
@@ -174,6 +199,13 @@ SUMS_TOKEN_REWARDS = ("reinforce", "gae")
 def per_token(advantages: np.ndarray, response_lengths: np.ndarray) -> np.ndarray:
     """One value per sample [N] on each of its response tokens, float32 [R]: the one cast."""
     return np.repeat(np.asarray(advantages, dtype=np.float64), response_lengths).astype(np.float32)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view that raises when it is written to; `array` itself stays as it is."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _needs_outcome(settings: CreditSettings) -> None:

@@ -20,7 +20,8 @@ from megarl.algorithms.advantages import (
     Estimate,
 )
 from megarl.algorithms.credit_numbers import numbers_of
-from megarl.algorithms.registry import estimator_of
+from megarl.algorithms.own import is_own
+from megarl.algorithms.registry import KEY, estimator_of, in_place, shape_of
 from megarl.algorithms.shaping import kl_penalty, outcome_rewards, step_rewards
 from megarl.algorithms.whiten import whiten
 from megarl.contracts.ids import name_pairs
@@ -65,17 +66,20 @@ def credit(
     controller's), `everyone` of the experience's samples (`data/everyone.py`).
 
     Raises `ValueError`, on every rank alike: a trained sample that nobody holds or whose advantages
-    are not finite, a reward that is compared and not finite, a missing reference or critic.
+    are not finite, a reward that is compared and not finite, a missing reference or critic. An own
+    function that changes an array of its batch, or gives columns of another shape, ends only the
+    rank it does so on.
     """
     batch = _batch(experience, table, plan, settings, everyone, beta)
     _check_held(batch, table)
     advantages, returns = _estimate(batch, settings)
     mask = batch.trained_mask
-    _check_finite(np.where(mask, advantages, 0.0), batch, table, "advantages")
+    said_by = f"{KEY} {settings.advantage} gave"
+    _check_finite(np.where(mask, advantages, 0.0), batch, table, f"{said_by} advantages")
     advantages = np.where(mask, whiten(advantages, batch, settings.whiten), 0.0)
     if returns is not None:
         returns = np.where(mask, returns, 0.0)
-        _check_finite(returns, batch, table, "returns")
+        _check_finite(returns, batch, table, f"{said_by} returns")
     mean, numbers = numbers_of(batch, advantages, returns)
     shaped = batch.token_rewards if settings.advantage in SUMS_TOKEN_REWARDS else None
     derived = Derived(
@@ -140,18 +144,23 @@ def _batch(
 
 def _estimate(batch: CreditBatch, settings: CreditSettings) -> tuple[np.ndarray, np.ndarray | None]:
     """(advantages, returns or None), each found to be float64 [R]."""
-    estimate: Estimate = estimator_of(settings.advantage)(batch, settings)
-    advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
-    tokens = len(batch.action_mask)
-    for name, column in (("advantages", advantages), ("returns", returns)):
-        if column is None:
-            continue
-        if column.dtype != np.float64 or column.shape != (tokens,):
-            raise ValueError(
-                f"algorithm.advantage {settings.advantage} gave {name} {column.dtype}"
-                f"{column.shape}, not float64({tokens},)"
-            )
-    return advantages, returns
+    name, tokens = settings.advantage, len(batch.action_mask)
+    # Numbers for metrics and whitening come from `batch`: foreign code gets arrays of its own.
+    seen = batch.copy() if is_own(name) else batch
+    try:
+        estimate: Estimate = estimator_of(name)(seen, settings)
+    except ValueError as error:
+        if is_own(name) and (told := in_place(error)):
+            raise ValueError(f"{KEY} {name} {told}") from error
+        raise
+    columns = estimate if isinstance(estimate, tuple) else (estimate,)
+    if isinstance(estimate, tuple) and len(columns) != 2:
+        raise ValueError(f"{KEY} {name} gave {len(columns)} columns, not advantages and returns")
+    for what, column in zip(("advantages", "returns"), columns, strict=False):
+        shape = shape_of(column)
+        if shape != f"float64[{tokens}]":
+            raise ValueError(f"{KEY} {name} gave {what} {shape}, not float64[{tokens}]")
+    return columns[0], columns[1] if len(columns) == 2 else None
 
 
 def _check_held(batch: CreditBatch, table: SampleTable) -> None:

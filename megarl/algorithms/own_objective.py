@@ -22,9 +22,10 @@ LENGTHS = (5, 1, 4)
 def check_objective(settings: LossSettings) -> None:
     """Call the own objective of `settings`, the recipe's `algorithm` section; a built-in passes.
 
-    It must return one finite loss per token, float32 [A], with a finite gradient that is not 0
-    everywhere; tokens that are not active must change nothing, and a token's loss may depend on
-    its own sequence only, or else the loss would depend on how samples are packed.
+    It must return one finite loss per token, float32 [A], whose sum has a finite gradient that is
+    not 0 everywhere; the same tokens must give the same bits again, or nobody could recompute a
+    run; tokens that are not active must change nothing, and a token's loss may depend on its own
+    sequence only, or else the loss would depend on how samples are packed.
 
     Raises `InputError`, one line, for the first of these that does not hold, and for an unknown
     name.
@@ -37,14 +38,27 @@ def check_objective(settings: LossSettings) -> None:
     active_A, sequence_A, columns = _made_up()
     everywhere = torch.ones_like(active_A)
     whole_A, gradient_A = _call(settings, columns, everywhere, sequence_A)
+    again_A, gradient_again_A = _call(settings, columns, everywhere, sequence_A)
+    if not (torch.equal(whole_A, again_A) and torch.equal(gradient_A, gradient_again_A)):
+        _refuse(
+            name,
+            "gives other numbers when called again with the same tokens: a run could not be "
+            "recomputed; keep no state, and seed random numbers in the call",
+        )
     if not gradient_A.any():
-        _refuse(name, "has no gradient in log_probs_A; do not detach it")
+        _refuse(
+            name,
+            "has no gradient: the sum of its losses over tokens does not depend on log_probs_A; "
+            "do not detach them, and do not subtract the losses' mean over tokens",
+        )
     holed_A, _ = _call(settings, columns, active_A, sequence_A)
     dense = [column[active_A] for column in columns]
     dense_A, _ = _call(settings, dense, everywhere[active_A], sequence_A[active_A])
     if not torch.allclose(holed_A[active_A], dense_A, rtol=1e-5, atol=1e-6):
         _refuse(
-            name, "lets tokens that are not active change others' loss; use tokens.active_A in sums"
+            name,
+            "lets tokens that are not active change others' loss; sum or average over "
+            "tokens.active_A only, and within one sequence of tokens.sequence_A only",
         )
     for sequence in range(len(LENGTHS)):
         own_A = sequence_A == sequence

@@ -49,24 +49,60 @@ def code_hashes(algorithm: Any) -> dict[str, str]:
 def check_estimator(algorithm: Any) -> None:
     """Call an own estimator on four made-up samples and on a rank that has none of them.
 
-    It must give finite advantages, float64 [R], and with a critic (advantages, returns).
-    Raises `InputError`.
+    It must give finite advantages, float64 [R], and with a critic (advantages, returns); leave
+    the batch's arrays as they are; and give the same bits for the same samples, or nobody could
+    recompute a run. Raises `InputError`, one line.
     """
     name = algorithm.advantage
     estimator = estimator_of(name)
     if name in ESTIMATORS:
         return
     for rows in (4, 0):
-        batch = made_up_batch(rows, with_values=algorithm.needs_values)
-        try:
-            estimate = estimator(batch, algorithm)
-        except Exception as error:  # foreign code may raise anything
-            where = "" if rows else " on a rank without samples"
-            raise InputError(f"{KEY}: {name} raised {said(error)}{where}") from error
-        _check_estimate(name, estimate, len(batch.action_mask), algorithm.needs_values)
+        first, again = (_try(name, estimator, algorithm, rows) for _ in range(2))
+        for what, column in first.items():
+            if column.tobytes() != again[what].tobytes():
+                raise InputError(
+                    f"{KEY}: {name} gives other {what} when called again with the same samples: a "
+                    "run could not be recomputed; keep no state, and seed random numbers in the "
+                    "call"
+                )
 
 
-def _check_estimate(name: str, estimate: Any, tokens: int, with_returns: bool) -> None:
+def in_place(error: Exception) -> str | None:
+    """What an own function did that raised `error`, if that was a write to a read-only array."""
+    if isinstance(error, ValueError) and "read-only" in str(error):
+        return (
+            f"changes an array of its batch in place ({said(error)}): copy it first, as in "
+            "batch.rewards.copy()"
+        )
+    return None
+
+
+def shape_of(column: Any) -> str:
+    """`float64[10]`, or `a list` for what is no array."""
+    if isinstance(column, np.ndarray):
+        return f"{column.dtype}{list(column.shape)}"
+    return f"a {type(column).__name__}"
+
+
+def _try(name: str, estimator: Estimator, algorithm: Any, rows: int) -> dict[str, np.ndarray]:
+    """The estimator's columns of made-up samples, checked and copied: it may give them again."""
+    batch = made_up_batch(rows, with_values=algorithm.needs_values)
+    before = batch.copy()
+    try:
+        estimate = estimator(batch, algorithm)
+    except Exception as error:  # foreign code may raise anything
+        where = "" if rows else " on a rank without samples"
+        told = in_place(error) or f"raised {said(error)}"
+        raise InputError(f"{KEY}: {name} {told}{where}") from error
+    for what, column in before.arrays().items():
+        if batch.arrays()[what].tobytes() != column.tobytes():  # not every writer heeds the flag
+            raise InputError(f"{KEY}: {name} changes batch.{what} in place: copy it first")
+    return _checked(name, estimate, len(batch.action_mask), algorithm.needs_values)
+
+
+def _checked(name: str, estimate: Any, tokens: int, with_returns: bool) -> dict[str, np.ndarray]:
+    """Copies of the columns of an estimate by name, float64 [`tokens`] and finite."""
     columns = {"advantages": estimate}
     if with_returns:
         if not isinstance(estimate, tuple) or len(estimate) != 2:
@@ -82,11 +118,12 @@ def _check_estimate(name: str, estimate: Any, tokens: int, with_returns: bool) -
             raise InputError(f"{KEY}: {name} gave {what} of type {type(column).__name__}, no array")
         if column.dtype != np.float64 or column.shape != (tokens,):
             raise InputError(
-                f"{KEY}: {name} gave {what} {column.dtype}{list(column.shape)}; they must be "
+                f"{KEY}: {name} gave {what} {shape_of(column)}; they must be "
                 f"float64[{tokens}], one per response token"
             )
         if not np.isfinite(column).all():
             raise InputError(f"{KEY}: {name} gave {what} that are not finite: {column.tolist()}")
+    return {what: column.copy() for what, column in columns.items()}
 
 
 def made_up_batch(rows: int, *, with_values: bool) -> CreditBatch:

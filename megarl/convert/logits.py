@@ -1,4 +1,5 @@
-"""Log-probabilities by transformers and by megarl's own model, of every token of some texts."""
+"""What transformers and megarl's own model compute of every token of some texts: log-probabilities,
+or values where the model has a value head."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ def lines_of(prompts: Path) -> list[str]:
 
 
 def refuse_not_finite(source: Source) -> None:
-    """Raises `ConvertError` naming the first tensor that is not finite: neither library's
-    log-probabilities would be numbers."""
+    """Raises `ConvertError` naming the first tensor that is not finite: what neither
+    library computes with them would be numbers."""
     for name, stored in source.tensors.items():
         for rows in blocks(stored.rows, stored.cols * stored.dtype.itemsize):
             block = torch.empty(rows.stop - rows.start, stored.cols, dtype=stored.dtype)
             source.read(name, rows.start, 0, block)
             if not block.isfinite().all():
                 raise ConvertError(
-                    f"{source.path}: {name} holds values that are not finite; there are no "
-                    "log-probabilities to compare"
+                    f"{source.path}: {name} holds values that are not finite; there is "
+                    "nothing to compare that the model computes"
                 )
 
 
@@ -91,26 +92,35 @@ def texts_of(lines: Sequence[str] | None, source: Source) -> list[Tensor]:
 def largest_difference(
     theirs: Source, ours: Source, texts: Sequence[Tensor]
 ) -> tuple[float, int, str]:
-    """(the largest difference of a token's log-probability, tokens compared, where it was), with
-    both models in float32: `theirs` by transformers, `ours` by megarl. Raises `ConvertError` as
-    `refuse_not_finite`."""
+    """(the largest difference of a token, tokens compared, where it was), with both models in
+    float32: `theirs` by transformers, `ours` by megarl.
+
+    Of a language model it is that of a token's log-probability; of one with a value head that of
+    the value read at a token, of a value beyond ±1 as a share of it. Raises `ConvertError` as
+    `refuse_not_finite`.
+    """
     for source in (theirs, ours):
         refuse_not_finite(source)
-    expected = _by_transformers(theirs, texts)
+    has_values = theirs.spec.head == "value"
+    first = 1 if has_values else 2
+    expected = (_values_by_transformers if has_values else _by_transformers)(theirs, texts)
     found = _by_megarl(ours, texts)
     largest, place, count = 0.0, "nowhere", 0
     for number, (a, b) in enumerate(zip(expected, found, strict=True)):
         apart = (a - b).abs()
+        if has_values:
+            apart = apart / a.abs().clamp(min=1)
         count += len(apart)
         if not torch.isfinite(apart).all():
             return float("inf"), count, f"text {number + 1}: not finite"
         if float(apart.max()) > largest:
             largest = float(apart.max())
-            place = f"text {number + 1}, token {int(apart.argmax()) + 2}"
+            place = f"text {number + 1}, token {int(apart.argmax()) + first}"
     return largest, count, place
 
 
 def _by_transformers(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
+    """[n - 1] of each text: log-probabilities of all its tokens but the first."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -124,7 +134,23 @@ def _by_transformers(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def _values_by_transformers(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
+    """[n] of each text: the head on the last hidden state of every token."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    task = "TokenClassification" if source.spec.value_bias else "SequenceClassification"
+    kind = getattr(transformers, f"AutoModelFor{task}")
+    with _as_hf_folder(source) as folder, torch.no_grad():
+        model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        # A sequence classification's own forward tells the value of one token alone.
+        hidden = [model.base_model(input_ids=ids[None]).last_hidden_state[0] for ids in texts]
+        return [model.score(each).float().squeeze(1) for each in hidden]
+
+
 def _by_megarl(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
+    """As `_by_transformers`, of a model with a value head as `_values_by_transformers`."""
     from megarl.contracts.mesh import Mesh
     from megarl.convert.stored import TorchDistSource
     from megarl.models.build import destroy_mesh
@@ -145,6 +171,8 @@ def _by_megarl(source: Source, texts: Sequence[Tensor]) -> list[Tensor]:
             if isinstance(source, TorchDistSource) and _is_float32(source):
                 _load_again(role, source.path)
             (packs,) = role.padded([[_pack(ids) for ids in texts]])
+            if role.has_values:
+                return [torch.cat([told.values_A, told.last_S]) for told in role.values(packs)]
             return [scores.log_probs_A for scores in role.log_probs(packs)]
         finally:
             destroy_mesh()

@@ -36,8 +36,9 @@ are in memory at a time. What is read must have the digests that were recorded w
   python tools/convert_ckpt.py megatron-to-hf runs/mine-s1/checkpoints/iter_000030/critic out/value
 
 A checkpoint's critic becomes a sequence or token classification of one label, as a reward model is
-and critic.path takes one. config.json and tokenizer come from the torch_dist folder, for a
-checkpoint from the model folder that its recipe names, or from --hf-files."""
+and critic.path takes one; iter_N/reference is a policy as the actor is. config.json and tokenizer
+come from the torch_dist folder, for a checkpoint from the model folder that its recipe names for
+this model, or from --hf-files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

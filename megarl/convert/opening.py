@@ -12,6 +12,7 @@ from typing import Any
 from megarl.checkpoint.commit import COMMIT_FILE, POSITION_FILE, CheckpointError, read_commit
 from megarl.checkpoint.commit import FOLDER as CHECKPOINTS
 from megarl.checkpoint.model_fit import numbers_of
+from megarl.checkpoint.position import RolePosition
 from megarl.checkpoint.safetensors_folder import INDEX
 from megarl.convert.boxes import ConvertError
 from megarl.convert.companions import refuse_broken_companions
@@ -20,7 +21,7 @@ from megarl.convert.source import HFSource, Source
 from megarl.convert.stored import INDEX_FILE, TorchDistSource
 from megarl.reshard.families import FAMILIES, read_spec
 
-ACTOR, CRITIC = "actor", "critic"
+ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
 HF, GGUF, TORCH_DIST, CHECKPOINT = "hf", "gguf", "torch_dist", "checkpoint"
 
 
@@ -33,10 +34,10 @@ def kind_of(path: Path) -> str:
     if (path / COMMIT_FILE).is_file() or (path / POSITION_FILE).is_file():
         return CHECKPOINT
     above = path.absolute().parent
-    if path.name in (ACTOR, CRITIC) and any(
+    if path.name in (ACTOR, CRITIC, REFERENCE) and any(
         (above / name).is_file() for name in (COMMIT_FILE, POSITION_FILE)
     ):
-        if path.name == CRITIC:
+        if path.name != ACTOR:
             return CHECKPOINT
         raise ConvertError(f"{path}: a checkpoint's part; name the checkpoint, {above}")
     if (path / INDEX_FILE).is_file() or any(path.glob("*.distcp")):
@@ -96,27 +97,25 @@ def opened(path: Path, hf_files: Path | None = None) -> Iterator[Source]:
 
 
 def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
-    """The actor's weights of a training checkpoint, or those of its critic where `path` is that
-    folder in it, with the digests that the position has."""
-    of_critic = not any((path / name).is_file() for name in (COMMIT_FILE, POSITION_FILE))
-    folder = path.absolute().parent if of_critic else path
+    """The actor's weights of a training checkpoint, or those of its critic or reference where
+    `path` is that folder in it, with the digests that the position has."""
+    whole = any((path / name).is_file() for name in (COMMIT_FILE, POSITION_FILE))
+    folder, role = (path, ACTOR) if whole else (path.absolute().parent, path.name)
     try:
         read_commit(folder)
         position = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
-        if of_critic and position.get("critic") is None:
-            raise ConvertError(f"{folder / POSITION_FILE}: tells of no critic")
+        if role != ACTOR and position.get(role) is None:
+            raise ConvertError(f"{folder / POSITION_FILE}: tells of no {role}")
         model = (position["recipe"].get("model") or {}).get("path")
-        if of_critic:
-            model = (position["recipe"].get("critic") or {}).get("path") or model
-        numbers = dict(position.get("critic_model" if of_critic else "model") or {})
-        digests = position["critic_tensor_digests" if of_critic else "tensor_digests"]
-        recorded = {
-            name.removeprefix("weights/"): int(digest, 16)
-            for name, digest in digests.items()
-            if name.startswith("weights/")
-        }
+        if role != ACTOR:
+            model = (position["recipe"].get(role) or {}).get("path") or model
+        # Of a reference no numbers are written down.
+        numbers = position.get({ACTOR: "model", CRITIC: "critic_model"}.get(role, ""))
+        recorded = _recorded(position, role)
     except CheckpointError as error:
         raise ConvertError(str(error)) from error
+    except ConvertError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(f"{folder / POSITION_FILE}: not a position: {error!r}") from error
     companions = Path(model or "") if hf_files is None else hf_files
@@ -126,14 +125,34 @@ def _open_checkpoint(path: Path, hf_files: Path | None) -> TorchDistSource:
             f"{path}: trained from {where}, which has no config.json here; name one with --hf-files"
         )
     spec, config = read_spec(companions), {}
-    if of_critic and spec.head == "lm":  # it began with a head of its own
+    if role == CRITIC and spec.head == "lm":  # it began with a head of its own
         spec, config = replace(spec, head="value", tied=False), _value_config(spec.family)
-    source = TorchDistSource(folder / (CRITIC if of_critic else ACTOR), spec, companions)
-    refuse_other_numbers(source, numbers, folder / POSITION_FILE)
-    source.kind = "critic of a training checkpoint" if of_critic else "training checkpoint"
-    source.recorded, source.recorded_in = recorded, folder / POSITION_FILE
+    source = TorchDistSource(folder / role, spec, companions)
+    refuse_other_numbers(source, dict(numbers or {}), folder / POSITION_FILE)
+    source.kind = ("" if role == ACTOR else f"{role} of a ") + "training checkpoint"
+    kept = source.tensors
+    source.recorded = {
+        name: digest
+        for name, (digest, dtype) in recorded.items()
+        if dtype is None or (name in kept and dtype == told(kept[name].dtype))
+    }
+    source.recorded_in = folder / POSITION_FILE
     source.config = config
     return source
+
+
+def _recorded(position: dict[str, Any], role: str) -> dict[str, tuple[int, str | None]]:
+    """Digest of each tensor that a position has of a role's weights, and the dtype it is of: None
+    for the stored one. A reference's are of the rollout's dtype."""
+    if role == REFERENCE:
+        manifest = RolePosition.of(position[role]).manifest
+        return {entry.name: (entry.digest, entry.dtype) for entry in manifest.tensors}
+    digests = position["critic_tensor_digests" if role == CRITIC else "tensor_digests"]
+    return {
+        name.removeprefix("weights/"): (int(digest, 16), None)
+        for name, digest in digests.items()
+        if name.startswith("weights/")
+    }
 
 
 def _value_config(family: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ HELP = f"""Compare two models: the numbers of their configs and, by digest, thei
 Face folders, GGUF files, torch_dist folders, training checkpoints, in any pair. Every number and
 every tensor that differs is named. With --logits the side that transformers can load is also run
 through transformers and the other one through megarl's own model, in float32, and the
-log-probabilities of every token of some texts are compared.
+log-probabilities of every token of some texts are compared; of a critic or reward model the values.
 
   python tools/convert_ckpt.py verify models/qwen out/qwen
   python tools/convert_ckpt.py verify models/qwen out/qwen --logits
@@ -45,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="keep",
         help="compare after a cast of both to it (default: keep, the bits as they are)",
     )
-    parser.add_argument("--logits", action="store_true", help="compare log-probabilities as well")
+    parser.add_argument("--logits", action="store_true", help="compare what they compute as well")
     parser.add_argument("--prompts", metavar="FILE", type=options.path, help="a text in each line")
     parser.add_argument(
         "--bound",
         type=options.positive_real,
         default=BOUND,
         metavar="X",
-        help=f"largest difference of a log-probability (default: {BOUND:g})",
+        help=f"largest difference of a log-probability or value (default: {BOUND:g})",
     )
 
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, crew: Processes) -> int:
         else:
             print(f"{len(a.tensors)} tensors, {a.parameters:,} parameters: the same")
         if numbers:
-            also = "; log-probabilities are not compared" if arguments.logits else ""
+            also = "; what they compute is not compared" if arguments.logits else ""
             print(f"{len(numbers)} numbers of the config differ: two models{also}")
             return 1
         if not arguments.logits:
@@ -91,8 +91,9 @@ def run(arguments: argparse.Namespace, crew: Processes) -> int:
         texts = texts_of(lines, theirs)
         found, tokens, place = largest_difference(theirs, ours, texts)
     fine = found <= arguments.bound
+    what = "values" if theirs.spec.head == "value" else "log-probabilities"
     print(
-        f"log-probabilities of {tokens} tokens, transformers on {theirs.path} against megarl on "
+        f"{what} of {tokens} tokens, transformers on {theirs.path} against megarl on "
         f"{ours.path}: largest difference {found:.3g} ({place}), bound {arguments.bound:g}: "
         f"{'fine' if fine else 'too large'}"
     )

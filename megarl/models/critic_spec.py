@@ -1,17 +1,17 @@
-"""Which model a critic is: the numbers of its folder, and whether its head begins at zero. Pure."""
+"""Which model a critic is: the numbers of its folder, and whether its head begins at zero; and
+whether a model reads the actor's token ids. Pure."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.contracts.mesh import Mesh
+from megarl.contracts.pieces import read_pieces
+from megarl.contracts.tokens import TokensError
 from megarl.reshard.families import FolderError, ModelSpec, read_spec
 from megarl.reshard.layout import megatron_placement
 from megarl.reshard.placement import LayoutError
-
-TOKENIZER = "tokenizer.json"
 
 
 def critic_spec(
@@ -54,32 +54,28 @@ def critic_spec(
     return spec, fresh
 
 
-def refuse_other_tokens(folder: Path, actor_folder: Path) -> None:
-    """Raises `FolderError` where the two folders' tokenizers give a token two ids: the critic would
-    read another text than the actor wrote. Where either has no `tokenizer.json` nothing is known.
+def refuse_other_tokens(key: str, folder: Path, actor_folder: Path) -> bool:
+    """Whether `folder`, which the recipe's `key` names, has a tokenizer; where it has none its ids
+    are taken for the actor's.
+
+    Only ids are compared, not chat templates, and only those that both tokenizers know. Raises
+    `InputError` naming the first id that is another piece of text here than in the actor's folder:
+    the model would read another text than the actor wrote; and a tokenizer that cannot be read.
     """
-    mine, theirs = _ids(Path(folder)), _ids(Path(actor_folder))
-    for token, number in theirs.items():
-        if mine.get(token, number) != number:
-            raise FolderError(
-                f"critic.path: {Path(folder) / TOKENIZER} gives {token!r} the id {mine[token]}, "
-                f"{Path(actor_folder) / TOKENIZER} {number}; take a critic of the actor's tokenizer"
-            )
-
-
-def _ids(folder: Path) -> dict[str, int]:
-    """Token → id; empty without a tokenizer.json."""
-    path = folder / TOKENIZER
-    if not path.is_file():
-        return {}
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        vocab = told["model"]["vocab"]
-        if isinstance(vocab, list):  # of a unigram model: (token, score), by id
-            vocab = {token: number for number, (token, _) in enumerate(vocab)}
-        added = {each["content"]: each["id"] for each in told.get("added_tokens") or ()}
-        return {**vocab, **added}
-    except (ValueError, KeyError, TypeError) as error:
-        raise FolderError(
-            f"{path}: not a tokenizer of the tokenizers library: {error!r}"
-        ) from error
+        mine, theirs = read_pieces(folder), read_pieces(actor_folder)
+    except TokensError as error:
+        raise TokensError(f"{key}: {error}") from error
+    if mine is None:
+        return False
+    if theirs is None:  # which `Tokens.load` refuses
+        return True
+    for number in sorted(mine.by_id.keys() & theirs.by_id.keys()):
+        if mine.by_id[number] != theirs.by_id[number]:
+            raise FolderError(
+                f"{key}: in {mine.file} id {number} is {mine.by_id[number]!r}, in the actor's "
+                f"{theirs.file} it is {theirs.by_id[number]!r}; take a model of the actor's "
+                "tokenizer (if only the name of a token differs, copy the actor's tokenizer files "
+                "into the folder)"
+            )
+    return True

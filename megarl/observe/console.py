@@ -37,7 +37,7 @@ COLUMNS: tuple[tuple[str, int, str, str | None], ...] = (
     ("tokens/s", 10, ",.0f", metrics.TOKENS_PER_SECOND),
     ("parity gap", 11, ".1e", metrics.PARITY),
     ("entropy", 9, ".4f", metrics.ENTROPY),
-    ("kl", 9, ".4f", metrics.KL),
+    ("kl", 9, ".4f", metrics.REFERENCE_KL),
     ("seconds", 9, ".2f", metrics.SECONDS),
     ("eta", 9, "", None),
 )
@@ -241,7 +241,8 @@ class Console:
         reward = number(row, metrics.REWARD, ".4f")
         tokens = number(row, metrics.TOKENS_PER_SECOND, ",.0f")
         gap = number(row, metrics.PARITY, ".1e")
-        entropy, kl = number(row, metrics.ENTROPY, ".4f"), number(row, metrics.KL, ".4f")
+        entropy = number(row, metrics.ENTROPY, ".4f")
+        kl = number(row, metrics.REFERENCE_KL, ".4f")
         seconds = number(row, metrics.SECONDS, ".2f")
         bars = min(RECENT, max(0, room - len(reward) - len(GAP)))
         stage = [f"{self._stage} {now - self._stage_since:.0f} s"] if self._stage else []

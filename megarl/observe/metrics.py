@@ -27,9 +27,9 @@ ACCURACY = "eval/accuracy"
 ACCURACY_SAMPLED = "eval/accuracy_sampled"
 TOKENS_PER_SECOND = "time/tokens_per_second"
 ENTROPY = "policy/entropy"
-KL = "policy/kl"
 EVALUATION_PREFIX = "eval/"
 APPROX_KL = "policy/approx_kl"
+APPROX_KL_STOPPED = "policy/approx_kl_stopped"
 CLIP_LOW, CLIP_HIGH = "policy/clip_low", "policy/clip_high"
 REFERENCE_KL = "reference/kl"
 VALUE_LOSS = "critic/value_loss"
@@ -39,8 +39,8 @@ SHOWN = frozenset(
         REWARD,
         PARITY,
         ENTROPY,
-        KL,
         APPROX_KL,
+        APPROX_KL_STOPPED,
         CLIP_LOW,
         CLIP_HIGH,
         REFERENCE_KL,

@@ -40,12 +40,16 @@ def report_html(run: RunFiles) -> str:
         "below": run.points(metrics.CLIP_LOW),
         "above": run.points(metrics.CLIP_HIGH),
     }
+    moved = {
+        "steps taken": run.points(metrics.APPROX_KL),
+        "step that target_kl stopped": run.points(metrics.APPROX_KL_STOPPED),
+    }
     plots = (
         ("Reward, mean of an iteration", {"reward": run.points(metrics.REWARD)}),
         ("Held-out accuracy", accuracy),
         ("Largest log-prob gap, trainer to generator", {"gap": run.points(metrics.PARITY)}),
         ("Entropy of the policy, nats", {"entropy": run.points(metrics.ENTROPY)}),
-        ("Approximate KL from before the updates, nats", {"kl": run.points(metrics.APPROX_KL)}),
+        ("Approximate KL from before the updates, nats", moved),
         ("Share of tokens whose gradient the clip cut off", clipped),
         ("KL to the reference, nats per token", {"kl": run.points(metrics.REFERENCE_KL)}),
         ("Critic: value loss", {"loss": run.points(metrics.VALUE_LOSS)}),

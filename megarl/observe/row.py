@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.algorithms.importance import effective_share
 from megarl.algorithms.objectives import merge_sums
+from megarl.algorithms.values import explained_variance
 from megarl.contracts.records import Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
@@ -120,11 +121,15 @@ _CRITIC_MEANS = {
 
 def policy_row(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
     """The actor's steps: means over the tokens of the iteration's minibatches; the first step's
-    ratio apart, since it must be exactly 1."""
+    ratio apart, since it must be exactly 1, and the approximate KL of the step that was stopped,
+    since means are of steps that were taken."""
     stepped = [(result, sums) for result, sums in steps if result.stepped]
     row: dict[str, float] = {"update/steps": float(len(stepped))}
     row["update/stopped"] = float(sum(result.stopped for result, _ in steps))
     row["update/skipped"] = len(steps) - len(stepped) - row["update/stopped"]
+    for result, sums in steps:
+        if result.stopped:
+            row["policy/approx_kl_stopped"] = sums["approx_kl"] / sums["tokens"]
     tokens = sum(sums["tokens"] for _, sums in stepped)
     if not tokens:
         return row
@@ -157,7 +162,8 @@ def _importance(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def critic_row(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str, float]:
-    """The critic's steps, in the same way; nothing where there is no critic."""
+    """The critic's steps, in the same way, and how much of the last one's returns its values
+    explain; nothing where there is no critic."""
     if not steps:
         return {}
     stepped = [(result, sums) for result, sums in steps if result.stepped]
@@ -167,6 +173,9 @@ def critic_row(steps: Sequence[tuple[StepResult, dict[str, float]]]) -> dict[str
     }
     if not sum(sums["tokens"] for _, sums in stepped):
         return row
+    explained = explained_variance(stepped[-1][1])
+    if explained is not None:
+        row["critic/explained_variance"] = explained
     return row | _means(stepped, _CRITIC_MEANS) | _optimizer(stepped, "critic")
 
 
@@ -189,14 +198,3 @@ def _optimizer(
         f"{group}/grad_norm": float(np.mean([result.grad_norm for result, _ in stepped])),
         f"{group}/lr": stepped[-1][0].lr,
     }
-
-
-def why_nothing(row: Mapping[str, float]) -> str:
-    """Where the samples of an iteration without an optimizer step went."""
-    where = {
-        key.removeprefix("groups/samples_"): int(value)
-        for key, value in row.items()
-        if key.startswith("groups/samples_") and value
-    }
-    told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in where.items())
-    return f"of {int(row['groups/samples'])} samples {told}"

@@ -38,6 +38,30 @@ def no_gradient(tokens: PolicyTokens, settings) -> Tensor:
     return -tokens.advantages_A + 0 * tokens.log_probs_A
 
 
+def less_its_mean(tokens: PolicyTokens, settings) -> Tensor:
+    """Each loss has a gradient, their sum has none."""
+    loss_A = reinforce(tokens, settings)
+    return loss_A - loss_A.mean()
+
+
+def less_a_fixed_mean(tokens: PolicyTokens, settings) -> Tensor:
+    loss_A = reinforce(tokens, settings)
+    return loss_A - loss_A.detach().mean()
+
+
+def drops_at_random(tokens: PolicyTokens, settings) -> Tensor:
+    return torch.nn.functional.dropout(reinforce(tokens, settings), 0.5)
+
+
+calls: list[int] = []
+
+
+def counts_calls(tokens: PolicyTokens, settings) -> Tensor:
+    """Another loss each time, by what it remembers."""
+    calls.append(1)
+    return reinforce(tokens, settings) * len(calls)
+
+
 def reduced(tokens: PolicyTokens, settings) -> Tensor:
     return reinforce(tokens, settings).mean()
 

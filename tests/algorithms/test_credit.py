@@ -2,7 +2,8 @@
 the same bits on any number of data-parallel ranks.
 
 Not covered: how the loss uses them (test_objectives.py); statistics of groups on their own
-(test_advantages.py) and sums along responses (test_gae.py).
+(test_advantages.py) and sums along responses (test_gae.py); own estimators
+(test_own_estimator.py).
 """
 
 from __future__ import annotations
@@ -215,28 +216,6 @@ def test_a_response_without_an_action_and_nothing_at_all() -> None:
     assert np.isnan(none.advantages).all()
     white = credit_of(_pair(1.0, 1.0), whiten="full")
     assert not white.derived.advantages.any()
-
-
-def not_finite(batch, settings) -> np.ndarray:
-    return np.where(batch.action_mask, np.nan, 0.0)
-
-
-def single(batch, settings) -> np.ndarray:
-    return np.zeros(len(batch.action_mask), dtype=np.float32)
-
-
-def negated(batch, settings) -> np.ndarray:
-    return -batch.on_tokens(batch.rewards)
-
-
-def test_an_own_estimator_is_called_and_held_to_its_contract() -> None:
-    rows, keys = _pair(1.0, 0.0), {"whiten": "none"}
-    got = credit_of(rows, advantage=f"{__name__}:negated", **keys)
-    assert got.derived.advantages.tolist() == [-1, -1, 0, 0]
-    with pytest.raises(ValueError, match="not finite, of samples 0/0, 0/1"):
-        credit_of(rows, advantage=f"{__name__}:not_finite", **keys)
-    with pytest.raises(ValueError, match=r"advantages float32\(4,\), not float64\(4,\)"):
-        credit_of(rows, advantage=f"{__name__}:single", **keys)
 
 
 def test_what_is_missing_is_refused() -> None:

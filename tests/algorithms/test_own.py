@@ -1,6 +1,6 @@
 """Own functions by import path, and an own objective tried at start and used in the loss.
 
-Not covered here: own estimators of advantages (test_credit.py), recipes that name one
+Not covered here: own estimators of advantages (test_own_estimator.py), recipes that name one
 (tests/recipe).
 """
 
@@ -85,8 +85,12 @@ def test_built_ins_pass_the_same_trial(name, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "name, told",
     [
-        ("detached", "has no gradient in log_probs_A; do not detach it"),
-        ("no_gradient", "has no gradient in log_probs_A"),
+        ("detached", "has no gradient: the sum .* on log_probs_A; do not detach them"),
+        ("no_gradient", "has no gradient"),
+        ("less_its_mean", "has no gradient: .* do not subtract the losses' mean over tokens"),
+        ("less_a_fixed_mean", "not active .* one sequence of tokens.sequence_A only"),
+        ("drops_at_random", "gives other numbers when called again with the same tokens"),
+        ("counts_calls", "gives other numbers when called again with the same tokens"),
         ("reduced", r"returned torch.float32\[\], not one loss per token, torch.float32\[10\]"),
         ("in_double", r"returned torch.float64\[10\], not one loss per token"),
         ("a_number", "returned a float, not one loss per token"),

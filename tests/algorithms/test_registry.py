@@ -52,6 +52,42 @@ def not_of_nothing(batch, settings) -> np.ndarray:
     return batch.token_rewards - batch.token_rewards.max()
 
 
+def in_place(batch, settings) -> np.ndarray:
+    rewards = batch.rewards
+    rewards -= rewards.mean()
+    return batch.on_tokens(rewards)
+
+
+def in_place_unseen(batch, settings) -> np.ndarray:
+    """`np.add.at` heeds no read-only flag."""
+    np.add.at(batch.steps.value, [0], 1.0)
+    return batch.on_tokens(batch.rewards)
+
+
+def at_random(batch, settings) -> np.ndarray:
+    return batch.on_tokens(batch.rewards + np.random.normal(size=len(batch.rewards)))
+
+
+running: list[float] = []
+
+
+def remembers(batch, settings) -> tuple[np.ndarray, np.ndarray]:
+    """Returns depend on all rewards that it ever saw."""
+    running.extend(batch.rewards)
+    return batch.token_rewards, batch.token_rewards + sum(running)
+
+
+kept: list[np.ndarray] = []
+
+
+def gives_one_array(batch, settings) -> np.ndarray:
+    """The very array of its last call, changed."""
+    if not kept or len(kept[0]) != len(batch.action_mask):
+        kept[:] = [np.zeros(len(batch.action_mask))]
+    kept[0] += 1.0
+    return kept[0]
+
+
 def _own(function: str, **keys) -> AlgorithmSection:
     return AlgorithmSection(minibatches=1, advantage=f"{__name__}:{function}", **keys)
 
@@ -84,6 +120,16 @@ def test_built_ins_and_sound_functions_pass() -> None:
         ("sound", {"name": "ppo"}, r"gave no pair \(advantages, returns\)"),
         ("with_returns", {"name": "grpo"}, "raised TypeError"),
         ("nowhere", {}, "cannot import"),
+        (
+            "in_place",
+            {},
+            r"in_place changes an array of its batch in place \(ValueError: output array is "
+            r"read-only\): copy it first, as in batch.rewards.copy\(\)$",
+        ),
+        ("in_place_unseen", {}, "changes batch.steps.value in place: copy it first"),
+        ("at_random", {}, "gives other advantages when called again with the same samples: a run"),
+        ("remembers", {"name": "ppo"}, "gives other returns when called again"),
+        ("gives_one_array", {}, "gives other advantages when called again"),
     ],
 )
 def test_a_faulty_estimator_is_told_in_one_line(name, keys, told) -> None:
@@ -102,6 +148,22 @@ def test_the_code_of_own_functions_is_hashed_by_key() -> None:
     }
     assert len(set(hashes.values())) == 2
     assert code_hashes(AlgorithmSection(minibatches=1)) == {}
+
+
+def test_every_array_of_a_batch_is_read_only_and_a_copy_shares_none() -> None:
+    batch = made_up_batch(4, with_values=True)
+    copy = batch.copy()
+    arrays = batch.arrays()
+    assert {"rewards", "values", "action_mask", "steps.value", "own"} < arrays.keys()
+    arrays |= {name: getattr(batch, name) for name in ("sample", "trained_mask", "trained_sample")}
+    for name, array in arrays.items():
+        with pytest.raises(ValueError, match="output array is read-only"):
+            np.logical_not(array, out=array, casting="unsafe")
+        with pytest.raises(ValueError, match="read-only"):
+            array[:1] = 0
+        assert name not in copy.arrays() or not np.shares_memory(array, copy.arrays()[name])
+    with pytest.raises(ValueError, match="read-only"):
+        copy.rewards[0] = 9.0
 
 
 @pytest.mark.parametrize("name", NAMES)

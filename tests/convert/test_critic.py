@@ -1,5 +1,5 @@
-"""The critic of a training checkpoint as a Hugging Face folder: what transformers computes with it,
-and that a run takes it back as its `critic.path`.
+"""The critic and the reference of a training checkpoint as Hugging Face folders: what transformers
+computes with a critic, and that a run takes it back as its `critic.path`.
 
 On real gloo ranks; the oracle of values is transformers. Not covered: a whole run that starts from
 such a folder; GPU.
@@ -8,11 +8,13 @@ such a folder; GPU.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megarl.convert.manifest import read_manifest
 from megarl.models.critic_spec import critic_spec
@@ -67,6 +69,36 @@ CRITICS = {
 }
 
 
+def verified(a: Path, b: Path) -> int:
+    """`verify --logits`, in a world of one that leaves no environment behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "0")
+            patch.delenv(name)
+        return convert("verify", a, b, "--logits")
+
+
+def shifted(folder: Path, copy: Path) -> Path:
+    """The model with another weight in its head."""
+    shutil.copytree(folder, copy)
+    tensors = tensors_in(copy)
+    tensors["score.weight"][0, 3] += 0.5
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+def test_verify_compares_values_of_reward_models(tmp_path, capsys, task: str) -> None:
+    reward = make(tmp_path / "a", "qwen2", task=task)
+    (reward / "tokenizer.json").unlink()  # its few words make no text: ids are random
+    other = shifted(reward, tmp_path / "b")
+    assert verified(reward, reward) == 0
+    assert "values of " in capsys.readouterr().out
+    assert verified(reward, other) == 1
+    said = capsys.readouterr().out
+    assert "score.weight: " in said and said.endswith("too large\n"), said
+
+
 @pytest.mark.parametrize("name, tp", [("fresh", 1), ("reward model", 2)])
 def test_a_checkpoints_critic_is_a_reward_model(
     ranks, tmp_path, capsys, name: str, tp: int
@@ -94,18 +126,60 @@ def test_a_checkpoints_critic_is_a_reward_model(
     capsys.readouterr()
     assert convert("inspect", folder / "critic") == 0
     assert "critic of a training checkpoint" in capsys.readouterr().out
-    assert convert("verify", folder / "critic", out) == 0
+    (out / "tokenizer.json").unlink()  # its few words make no text: ids are random
+    assert verified(folder / "critic", out) == 0
+    said = capsys.readouterr().out
+    assert "values of " in said and str(out) in said and said.endswith("fine\n"), said
     # Another model's config is refused.
     assert convert("megatron-to-hf", folder / "critic", tmp_path / "c", "--hf-files", actor) == 2
     assert "[3, 64], config.json makes it [2, 64]" in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_a_critic_has_none_to_give(tmp_path, monkeypatch, capsys) -> None:
+def saved_with_a_reference(actor_folder: Path, reference_folder: Path, run: Path) -> None:
+    from megarl.models.build import destroy_mesh
+    from tests.checkpoint.saving import checkpointer, reference_of, save
+    from tests.models.support import make_actor, make_world
+
+    actor = make_actor(actor_folder, make_world(1))
+    saver = checkpointer(run, actor, reference=reference_of(reference_folder, actor))
+    recipe = {"model": {"path": str(actor_folder)}, "reference": {"path": str(reference_folder)}}
+    save(saver, 1, recipe=recipe)
+    saver.settle(wait=True)
+    saver.close()
+    destroy_mesh()
+
+
+def test_a_checkpoints_reference_is_a_model_folder(ranks, tmp_path, capsys) -> None:
+    actor = make(tmp_path / "actor", "qwen2")
+    reference = make(tmp_path / "reference", "qwen2", num_hidden_layers=3)
+    ranks.run(1, saved_with_a_reference, actor, reference, tmp_path / "run")
+    source, out = tmp_path / "run/checkpoints/iter_000001/reference", tmp_path / "out"
+    capsys.readouterr()
+    assert convert("megatron-to-hf", source, out) == 0
+    assert "no record" not in capsys.readouterr().out
+    assert same_bytes(tensors_in(out), tensors_in(reference))
+    assert read_spec(out) == read_spec(reference)
+    assert convert("inspect", source) == 0
+    assert "reference of a training checkpoint" in capsys.readouterr().out
+    # The digests that the position has are held against what is read.
+    (weights,) = source.glob("*.distcp")
+    spoiled = bytearray(weights.read_bytes())
+    needle = tensors_in(reference)["model.norm.weight"].numpy().tobytes()
+    spoiled[spoiled.index(needle)] ^= 1
+    weights.write_bytes(spoiled)
+    assert convert("megatron-to-hf", source, tmp_path / "again") == 2
+    assert "model.norm.weight: not the weights that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["critic", "reference"])
+def test_a_checkpoint_without_a_role_has_none_to_give(
+    tmp_path, monkeypatch, capsys, role: str
+) -> None:
     from megarl.convert import opening
 
     folder = tmp_path / "iter_000001"
-    (folder / "critic").mkdir(parents=True)
+    (folder / role).mkdir(parents=True)
     (folder / "position.json").write_text(json.dumps({"recipe": {}}))
     monkeypatch.setattr(opening, "read_commit", lambda _: None)
-    assert convert("megatron-to-hf", folder / "critic", tmp_path / "out") == 2
-    assert f"{folder / 'position.json'}: tells of no critic" in capsys.readouterr().err
+    assert convert("megatron-to-hf", folder / role, tmp_path / "out") == 2
+    assert f": {folder / 'position.json'}: tells of no {role}\n" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch
 from megarl.contracts.mesh import Mesh
 from megarl.data.packing import plan_own_packs, plan_update
 from megarl.data.prepare import prepare
-from megarl.models.critic_spec import critic_spec, refuse_other_tokens
+from megarl.models.critic_spec import critic_spec
 from megarl.reshard.families import FolderError, read_spec
 from megarl.reshard.placement import LayoutError
 from tests.models.support import (
@@ -218,33 +218,6 @@ def test_a_critic_that_cannot_be_cut_is_refused_before_anything_is_built(tmp_pat
         critic_spec(tmp_path, actor, mesh=Mesh(2, tp=1, pp=2))
     text = str(error.value)
     assert text.startswith(f"critic.path: {tmp_path}: ") and "pp" in text and "\n" not in text
-
-
-def test_a_critic_of_another_tokenizer_is_refused(tmp_path) -> None:
-    from tokenizers import Tokenizer, models
-
-    words = {
-        "actor": {"a": 0, "b": 1, "c": 2},
-        "more": {"a": 0, "b": 1, "c": 2, "d": 3},
-        "other": {"a": 0, "b": 2, "c": 1, "d": 3},
-    }
-    for name, vocab in words.items():
-        (tmp_path / name).mkdir()
-        Tokenizer(models.WordLevel(vocab, unk_token="a")).save(
-            str(tmp_path / name / "tokenizer.json")
-        )
-    (tmp_path / "none").mkdir()
-    refuse_other_tokens(tmp_path / "more", tmp_path / "actor")
-    refuse_other_tokens(tmp_path / "none", tmp_path / "actor")
-    with pytest.raises(
-        FolderError, match=r"critic\.path: .*other.* gives 'b' the id 2, .*actor.* 1"
-    ):
-        refuse_other_tokens(tmp_path / "other", tmp_path / "actor")
-    pieces = Tokenizer(models.Unigram([("a", 0.0), ("c", -1.0)], unk_id=0))
-    pieces.add_special_tokens(["b"])
-    pieces.save(str(tmp_path / "none" / "tokenizer.json"))
-    with pytest.raises(FolderError, match="gives 'b' the id 2"):
-        refuse_other_tokens(tmp_path / "none", tmp_path / "actor")
 
 
 def _side_by_side(folder: Path, small: Path, budget: int | None) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_plain_columns_stay_apart_when_numbers_are_large() -> None:
     out = io.StringIO()
     console = Console("plain", 10_000, stream=out)
     big = {key: -123456789.125 for key in ROW} | {"iteration": 9_998}
-    console.iteration(big | {"policy/entropy": 1e9, "policy/kl": float("nan")})
+    console.iteration(big | {"policy/entropy": 1e9, "reference/kl": float("nan")})
     heading, line = out.getvalue().splitlines()
     assert len(line.split()) == 10
     assert len(line) == len(heading) <= 100

@@ -223,6 +223,18 @@ def test_the_report_is_one_escaped_page_without_other_hosts(tmp_path: Path) -> N
                 assert 0 <= float(x) <= report.WIDTH and 0 <= float(y) <= report.HEIGHT
 
 
+def test_the_approximate_kl_of_steps_taken_and_of_the_stopped_one_share_a_plot(
+    tmp_path: Path,
+) -> None:
+    rows = [row | {"policy/approx_kl": 0.25} for row in ROWS]
+    rows[1]["policy/approx_kl_stopped"] = 0.5
+    text = report.write_report(write_run(tmp_path / "run", rows)).read_text()
+    (plot,) = re.findall(r"Approximate KL from.*?(<svg.*?)<h2>", text, re.DOTALL)
+    lines = re.findall(r'points="([^"]*)"', plot)
+    assert [len(line.split()) for line in lines] == [3, 1]
+    assert "step that target_kl stopped" in plot
+
+
 def test_the_report_of_a_run_without_rows_says_incomplete(tmp_path: Path) -> None:
     text = report.write_report(write_run(tmp_path / "run", [], finished=False)).read_text()
     assert "<svg" not in text and "Incomplete: 0 of 3 iterations" in text

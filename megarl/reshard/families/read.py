@@ -99,10 +99,17 @@ def _refuse_many_labels(config: Config, architecture: str) -> None:
     if isinstance(names, dict):
         names = len(names)
     told = {"id2label": names, "num_labels": count}
-    if [number for number in told.values() if number is not None] not in ([1], [1, 1]):
+    given = {key: number for key, number in told.items() if number is not None}
+    if not given:
         raise config.fail(
-            f"{architecture} with labels {told}: only a head of one label is handled, as a value "
-            'head; write "num_labels": 1 where that is so'
+            f"{architecture} with two labels (transformers' default where config.json has neither "
+            "id2label nor num_labels): only a head of one label is handled, as a value head"
+        )
+    if set(given.values()) != {1}:
+        labels = ", ".join(f"{number} in {key}" for key, number in given.items())
+        raise config.fail(
+            f"{architecture} with several labels ({labels}): only a head of one label is handled, "
+            "as a value head"
         )
 
 
