@@ -198,10 +198,14 @@ def test_a_critic_of_another_size_must_read_the_actors_tokens(tmp_path) -> None:
     (tmp_path / "many").mkdir()
     many["id2label"] = {"0": "bad", "1": "good"}
     (tmp_path / "many" / "config.json").write_text(json.dumps(many))
+    (tmp_path / "default").mkdir()
+    two = {key: value for key, value in many.items() if key != "id2label"}
+    (tmp_path / "default" / "config.json").write_text(json.dumps(two))
     for name, words in {
         "words": ["vocabulary of 306", "307"],
         "short": ["100 positions", "256"],
-        "many": ["labels"],
+        "many": ["several labels (2 in id2label)"],
+        "default": ["two labels (transformers' default where config.json has neither"],
         "absent": ["no such model folder"],
     }.items():
         with pytest.raises(FolderError) as error:
