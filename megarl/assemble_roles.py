@@ -22,7 +22,9 @@ def policies_of(
     """The actor, and the reference when a KL term needs it; one model where nothing is learnt and
     both are the same. Collective."""
     reference = None
-    if recipe.algorithm.needs_reference and (learns or recipe.reference.path is not None):
+    # A reference routes by itself, so one that replays routing is another one.
+    differs = learns or recipe.reference.path is not None or recipe.actor.replay_routing
+    if recipe.algorithm.needs_reference and differs:
         reference = reference_of(recipe, world)
     if learns:
         return actor_of(recipe, world, spec), reference

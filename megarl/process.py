@@ -140,6 +140,11 @@ def _check_roles(recipe: Recipe, actor: ModelSpec, longest: int) -> None:
                 f"{spec.head} head, the actor {actor.vocab} with an lm head; take a policy of the "
                 "actor's tokenizer"
             )
+        if spec.max_positions < longest:
+            raise RecipeError(
+                f"reference.path: {recipe.reference.path} has {spec.max_positions} positions, "
+                f"{longest} are needed for a prompt and its response; take another reference"
+            )
         if recipe.reference.refresh_every and replace(spec, config_hash="") != replace(
             actor, config_hash=""
         ):

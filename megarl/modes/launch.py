@@ -110,7 +110,24 @@ def read_launch(arguments: Sequence[str]) -> Launch:
             "iterations, each is used once; leave run.iterations out"
         )
     recipe = load_recipe(path, [*overrides, f"run.iterations={len(sources)}"])
+    if work is Work.TRAIN:
+        _check_constants(recipe)
     return Launch(recipe, work, sources)
+
+
+def _check_constants(recipe: Recipe) -> None:
+    """Raises `RecipeError` for keys that would follow the policy that learns: what is sealed stays
+    as the policy that sampled made it."""
+    if recipe.algorithm.kl.target is not None:
+        raise RecipeError(
+            "algorithm.kl.target: --only train has sealed KL of another policy only, which cannot "
+            "steer β; add algorithm.kl.target="
+        )
+    if recipe.reference.refresh_every:
+        raise RecipeError(
+            "reference.refresh_every: --only train takes sealed reference log-probs, which nothing "
+            "refreshes; add reference.refresh_every=0"
+        )
 
 
 def _what_if(

@@ -142,6 +142,7 @@ def reload(
         invalid=table.invalid,
         drawn=iteration.drawn.drawn([prompt["source"] for prompt in iteration.prompts]),
         even_length=actor.spec.even_length,
+        critic_even_length=None if critic is None else critic.spec.even_length,
     )
     needs_ref, needs_values = recipe.algorithm.needs_reference, recipe.algorithm.needs_values
     if needs_ref:

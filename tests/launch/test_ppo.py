@@ -17,7 +17,9 @@ import pytest
 from megarl.audit.verify import verify
 from megarl.audit.view import open_run
 from megarl.experience.load import load_iteration
-from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings
+from megarl.modes.launch import read_launch
+from megarl.recipe import RecipeError
+from tests.launch.runs import Finished, make_model, read_lines, run_warm, settings, start
 from tools.audit import main
 
 pytestmark = pytest.mark.launch
@@ -90,6 +92,16 @@ def test_the_kl_term_is_steered_and_looks_back_at_newer_weights(whole: Finished)
     versions = read_lines(whole.folder / "versions.jsonl")
     steps = {line["optimizer_step"] for line in versions if line.get("role") == "reference"}
     assert steps == {0, 4, 12}
+
+
+def test_an_update_is_replayed_bit_for_bit(whole: Finished, data: Path) -> None:
+    command = [str(whole.folder / "recipe.yaml"), "--replay", f"{whole.folder}@1"]
+    again = start(command, whole.folder.with_name("ppo.replay-1"))
+    assert again.code == 0, again.output + again.logs()
+    assert "weights after every iteration: bit for bit those recorded" in again.output
+    numbers = ("kl_beta", "steps", "critic")
+    for then, now in zip(_steps(whole)[:2], _steps(again), strict=True):
+        assert [now[name] for name in numbers] == [then[name] for name in numbers]
 
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(whole: Finished, data: Path, tmp_path) -> None:
@@ -190,4 +202,7 @@ def test_collected_samples_with_values_train_a_critic(data: Path, tmp_path) -> N
     assert trained.code == 0, trained.output + trained.logs()
     (update,) = _steps(trained)
     assert [step["stepped"] for step in update["critic"]] == [True, True]
+    steered = ["recipes/quickstart.yaml", *later, "algorithm.kl={beta: 0.1, target: 1.0}"]
+    with pytest.raises(RecipeError, match=r"^algorithm.kl.target: --only train has sealed KL"):
+        read_launch([*steered, "--only", "train", "--from", "collected"])
     assert verify(open_run(trained.folder)).findings == []
