@@ -120,9 +120,8 @@ def _assemble(
     desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
     _write_facts(recipe, world, desk.folder, train, tokens)
     _note_refusals(train, recipe.data.train, desk.console)
-    if learns:
-        for line in learning_notes(recipe):
-            desk.console.note(line)
+    for line in learning_notes(recipe) if learns else ():
+        desk.console.note(line)
     desk.announce("build_actor")
     stack.callback(destroy_mesh)
     actor, reference = policies_of(recipe, world, spec, learns)

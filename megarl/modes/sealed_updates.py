@@ -135,26 +135,9 @@ def reload(
     or replayed routing experts, that were not sealed.
     """
     table = table_of(iteration)
-    plan = plan_iteration(
-        table,
-        recipe,
-        world.mesh.dp,
-        invalid=table.invalid,
-        drawn=iteration.drawn.drawn([prompt["source"] for prompt in iteration.prompts]),
-        even_length=actor.spec.even_length,
-        critic_even_length=None if critic is None else critic.spec.even_length,
-    )
+    plan = _planned(world, recipe, iteration, table, actor, critic)
     needs_ref, needs_values = recipe.algorithm.needs_reference, recipe.algorithm.needs_values
-    if needs_ref:
-        _check_sealed(iteration, plan, iteration.ref_log_probs, *_REFERENCE)
-    if needs_values:
-        _check_sealed(iteration, plan, iteration.values, *_CRITIC)
     samples = iteration.samples
-    if recipe.actor.replay_routing and len(samples) and not len(samples.experts):
-        raise OtherModel(
-            f"{iteration.folder}: sealed without the experts that its tokens went to, and "
-            "actor.replay_routing is true; set it to false"
-        )
     own = np.flatnonzero(plan.update.owner == world.dp_index)
     tokens = ragged_index(samples.response_offsets, own)
     sealed_old = iteration.old_log_probs[tokens]
@@ -198,6 +181,37 @@ def reload(
         value_gap_max=_value_gap(world, now, values),
         from_rollout=from_rollout,
     )
+
+
+def _planned(
+    world: World,
+    recipe: Recipe,
+    iteration: SealedIteration,
+    table: SampleTable,
+    actor: Actor,
+    critic: Critic | None,
+) -> IterationPlan:
+    """The plan of what is sealed; raises as `reload` where it needs what is not."""
+    plan = plan_iteration(
+        table,
+        recipe,
+        world.mesh.dp,
+        invalid=table.invalid,
+        drawn=iteration.drawn.drawn([prompt["source"] for prompt in iteration.prompts]),
+        even_length=actor.spec.even_length,
+        critic_even_length=None if critic is None else critic.spec.even_length,
+    )
+    if recipe.algorithm.needs_reference:
+        _check_sealed(iteration, plan, iteration.ref_log_probs, *_REFERENCE)
+    if recipe.algorithm.needs_values:
+        _check_sealed(iteration, plan, iteration.values, *_CRITIC)
+    samples = iteration.samples
+    if recipe.actor.replay_routing and len(samples) and not len(samples.experts):
+        raise OtherModel(
+            f"{iteration.folder}: sealed without the experts that its tokens went to, and "
+            "actor.replay_routing is true; set it to false"
+        )
+    return plan
 
 
 def _gaps(

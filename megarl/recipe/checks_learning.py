@@ -21,6 +21,7 @@ def learning_refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _estimator(recipe)
     yield from _groups(recipe)
     yield from _unread(recipe)
+    yield from _shaping(recipe)
     yield from _kl(recipe)
     yield from _process(recipe)
     yield from _routers(recipe)
@@ -135,6 +136,11 @@ def _unread(recipe: Recipe) -> Iterator[Refusal]:
             "the first step of an iteration has a KL of exactly 0, and there is only this one; "
             "leave it out, or take more minibatches or epochs",
         )
+
+
+def _shaping(recipe: Recipe) -> Iterator[Refusal]:
+    """Of long responses, and of the gap between trainer and generator."""
+    algorithm = recipe.algorithm
     overlong, longest = algorithm.overlong, recipe.rollout.max_response_tokens
     if overlong.penalty != 1.0 and not overlong.buffer_tokens:
         yield (
