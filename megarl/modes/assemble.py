@@ -21,6 +21,7 @@ from megarl.models.build import destroy_mesh
 from megarl.modes.launch import Launch
 from megarl.modes.sealed_updates import same_run
 from megarl.observe.environment import write_environment
+from megarl.recipe.checks_learning import learning_notes
 from megarl.reshard.digest import Digester
 from megarl.reshard.families import read_spec
 from megarl.reshard.layout import megatron_placement
@@ -41,6 +42,8 @@ def assembled_to_train(launch: Launch, world: World, failure: Failure) -> Iterat
         desk.announce("load_data")
         tokens = Tokens.load(Path(recipe.model.path))
         _write_facts(desk, tokens)
+        for line in learning_notes(recipe):
+            desk.console.note(line)
         desk.announce("build_actor")
         spec = read_spec(Path(recipe.model.path))
         stack.callback(destroy_mesh)

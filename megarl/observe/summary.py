@@ -128,7 +128,8 @@ def _next(run: RunFiles) -> list[str]:
     if recipe is None or run.unfinished():
         return []
     stem = Path(recipe).stem
-    command = f"bash launch/grpo.sh {shlex.quote(recipe)}"
+    script = "ppo.sh" if run.setting("algorithm", "name") == "ppo" else "grpo.sh"
+    command = f"bash launch/{script} {shlex.quote(recipe)}"
     lines = ["  What to try next:"]
     ranks, tp = run.setting("world", "ranks"), run.setting("rollout", "tp")
     if ranks == 2 and tp == 1:
