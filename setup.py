@@ -14,7 +14,11 @@ from setuptools import find_packages, setup
 DIRECT = [
     "blake3>=1.0",
     "filelock>=3.12",
+    "jsonschema>=4.20",
+    "latex2sympy2_extended[antlr4_13_2]>=1.11",
+    "math-verify>=0.9,<0.10",
     "numpy>=1.26",
+    "pyarrow>=18",
     "pydantic>=2.10",
     "rich>=13",
     "ruamel.yaml>=0.18",
@@ -22,6 +26,7 @@ DIRECT = [
     "sentencepiece>=0.2",
     "tensorboard>=2.15",
     "transformers>=5",
+    "zstandard>=0.23",
 ]
 
 CPU = """
@@ -31,6 +36,7 @@ aiohttp==3.14.5
 aiosignal==1.4.0
 annotated-doc==0.0.7
 annotated-types==0.8.0
+antlr4-python3-runtime==4.13.2
 anyio==4.16.0
 asttokens==3.0.2
 attrs==26.1.0
@@ -60,10 +66,14 @@ ipython_pygments_lexers==1.1.1
 jedi==0.20.1
 Jinja2==3.1.6
 jiter==0.19.0
+jsonschema-specifications==2025.9.1
+jsonschema==4.26.0
+latex2sympy2_extended==1.11.0
 loguru==0.7.3
 Markdown==3.11.3
 markdown-it-py==4.3.0
 MarkupSafe==3.0.4
+math-verify==0.9.0
 matplotlib-inline==0.2.2
 mdurl==0.1.2
 megatron-core==0.16.1
@@ -86,15 +96,18 @@ protobuf==6.33.6
 psutil==7.2.2
 ptyprocess==0.7.0
 pure_eval==0.2.4
+pyarrow==26.0.1
 pybase64==1.5.1
 pydantic==2.14.4
 pydantic_core==2.50.5
 Pygments==2.21.0
 PyYAML==6.0.4
 pyzmq==27.3.0
+referencing==0.37.0
 regex==2026.11.19
 requests==2.34.2
 rich==15.0.0
+rpds-py==2026.9.1
 ruamel.yaml==0.19.1
 safetensors==0.8.0
 sentencepiece==0.2.1
@@ -119,6 +132,7 @@ uvicorn==0.54.0
 wcwidth==0.9.4
 Werkzeug==3.1.9
 yarl==1.25.1
+zstandard==0.25.0
 """.strip().splitlines()
 
 # Not yet run on a GPU. The range of transformer-engine is the one megatron-core 0.16.1 asks for.

@@ -119,7 +119,7 @@ def _assemble(
     transitions = (TRANSITIONS if start is None else RESUMED) if learns else COLLECTING
     desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
     _write_facts(recipe, world, desk.folder, train, tokens)
-    _note_refusals(train, recipe.data.train, desk.console)
+    _note_refusals(train, desk.console)
     for line in learning_notes(recipe) if learns else ():
         desk.console.note(line)
     desk.announce("build_actor")
@@ -219,10 +219,10 @@ def _hybrid(
     )
 
 
-def _note_refusals(prompts: PromptSet, file: str, console: Console) -> None:
+def _note_refusals(prompts: PromptSet, console: Console) -> None:
     if prompts.refusals:
         first = prompts.refusals[0]
-        told = f"{len(prompts.refusals)} rows of {file} refused, see data.json"
+        told = f"{len(prompts.refusals)} rows refused, see data.json"
         console.note(f"{told}; first {first.where}: {first.why}")
 
 
@@ -230,10 +230,10 @@ def _load_data(recipe: Recipe) -> tuple[Tokens, PromptSet, PromptSet | None]:
     """Tokenizer, training prompts, held-out prompts (None where the recipe names no file)."""
     section = recipe.data
     tokens = Tokens.load(Path(recipe.model.path))
-    train = PromptSet.load(Path(section.train), tokens, section)
+    train = PromptSet.load(section.training, tokens, section)
     if section.eval is None:
         return tokens, train, None
-    return tokens, train, PromptSet.load(Path(section.eval), tokens, section)
+    return tokens, train, PromptSet.load(section.held_out, tokens, section)
 
 
 def contracts_of(
@@ -292,7 +292,7 @@ def _write_facts(
     keep_tokenizer(tokens, folder)
     write_environment(folder / "environment.json", hosts)
     facts = {
-        "file": recipe.data.train,
+        "files": [source.path for source in recipe.data.train],
         "fingerprint": train.fingerprint,
         "rows": len(train.rows),
         "refused": [f"{where}: {why}" for where, why in train.refusals],

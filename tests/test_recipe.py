@@ -167,7 +167,7 @@ def test_fp32_parity_bounds_are_refused_with_bfloat16(
         ("reward.scorers", "[]", "must have at least 1 entry, got []"),
         ("algorithm.reduction", "mean", "must be 'token_mean', 'sequence_mean' or"),
         ("algorithm.dual_clip", "1.0", "must be greater than 1, got 1.0"),
-        ("data.train", "", "must be text, got nothing"),
+        ("data.train", "", "must be a path or a list of sources, got nothing"),
         ("eval.every", "0", "must be greater than 0"),
         ("rollout.max_lost_share", "1", "must be less than 1"),
         ("algorithm.dynamic_sampling.max_rounds", "0", "must be greater than 0"),
@@ -180,7 +180,8 @@ def test_wrong_types_and_ranges_are_refused(
     recipe_file: Path, key: str, value: str, says: str | None
 ) -> None:
     if says is None:  # an unquoted date is text that looks like one
-        assert load_recipe(recipe_file, [f"{key}={value}"]).data.eval == value
+        (source,) = load_recipe(recipe_file, [f"{key}={value}"]).data.eval
+        assert source.path == value
         return
     assert refusal(recipe_file, [f"{key}={value}"]).startswith(f"override {key}={value}: {key}: ")
     assert says in refusal(recipe_file, [f"{key}={value}"])

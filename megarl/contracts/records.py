@@ -31,6 +31,8 @@ class Prompt:
     """The very ids the engine executes, template and special tokens included."""
     answer: str
     metadata: dict = field(default_factory=dict)
+    reward: str = ""
+    """Its reward name: the scorers that name it in `only`, and those that name none, score it."""
 
 
 @dataclass(frozen=True)

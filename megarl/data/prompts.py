@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -19,6 +20,7 @@ from megarl.contracts.errors import InputError
 from megarl.contracts.hashes import bytes_hash, canonical_json
 from megarl.contracts.records import Prompt
 from megarl.contracts.tokens import Tokens, TokensError, check_messages
+from megarl.recipe.data import SourceSection
 
 SHOWN_REFUSALS = 5
 
@@ -58,40 +60,45 @@ class PromptSet:
         return len(self.rows)
 
     @staticmethod
-    def load(path: Path, tokens: Tokens, section: Any) -> PromptSet:
-        """Read and check every row of `path`; `section` is the recipe's `data`.
+    def load(sources: Sequence[SourceSection], tokens: Tokens, section: Any) -> PromptSet:
+        """Read and check every row of `sources`, filled; `section` is the recipe's `data`.
 
-        Raises `PromptError` when the file is missing or has no usable row, and when the refused
+        Raises `PromptError` when a file is missing or has no usable row, and when the refused
         share exceeds `section.max_refused_share`, naming the first rows and the count per kind.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise PromptError(f"{path} does not exist; set data.train or data.eval to a JSONL file")
-        reader = _Reader(path, tokens, section)
         rows: list[Prompt] = []
         refusals: list[Refusal] = []
         kinds: Counter[str] = Counter()
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(reader.prompt(number, line))
-            except _Refused as refused:
-                refusals.append(Refusal(f"{path}:{number}", refused.why))
-                kinds[refused.kind] += 1
-        _check_share(path, len(rows), refusals, kinds, section.max_refused_share)
+        seen: dict[str, str] = {}
+        for source in sources:
+            path = Path(source.path)
+            if not path.is_file():
+                raise PromptError(
+                    f"{path} does not exist; set data.train or data.eval to a JSONL file"
+                )
+            reader = _Reader(source, tokens, section, seen)
+            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    rows.append(reader.prompt(number, line))
+                except _Refused as refused:
+                    refusals.append(Refusal(f"{path}:{number}", refused.why))
+                    kinds[refused.kind] += 1
+            _check_share(path, len(rows), refusals, kinds, section.max_refused_share)
         return PromptSet(tuple(rows), tuple(refusals), dict(kinds), _fingerprint(rows))
 
 
 class _Reader:
     """Turns one line at a time into a `Prompt`; remembers the ids it has seen."""
 
-    def __init__(self, path: Path, tokens: Tokens, section: Any) -> None:
-        self._path, self._tokens, self._section = path, tokens, section
-        self._seen: dict[str, int] = {}
+    def __init__(
+        self, source: SourceSection, tokens: Tokens, section: Any, seen: dict[str, str]
+    ) -> None:
+        self._source, self._tokens, self._section, self._seen = source, tokens, section, seen
 
     def prompt(self, number: int, line: bytes) -> Prompt:
-        section = self._section
+        section = self._source
         row = _parse(line)
         prompt_id = self._claim_id(row, number)
         prompt = _required(row, section.prompt_key, "prompt")
@@ -105,50 +112,53 @@ class _Reader:
         if not answer.strip():
             raise _Refused("empty_answer", f'"{section.answer_key}" is empty')
         token_ids = self._render(prompt)
-        own = {section.prompt_key, section.answer_key, section.source_key, "id"}
+        own = {section.prompt_key, section.answer_key, section.source_key, section.reward_key, "id"}
+        name = self._source_name(row)
         return Prompt(
             prompt_id=prompt_id,
-            source=self._source(row),
+            source=name,
             text=prompt if isinstance(prompt, str) else prompt[-1]["content"],
             token_ids=token_ids,
             answer=answer,
             metadata={key: value for key, value in row.items() if key not in own},
+            reward=section.reward or name,
         )
 
     def _claim_id(self, row: dict[str, Any], number: int) -> str:
         given = row.get("id")
         if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
             raise _Refused("bad_id", f'"id" must be a string or an integer, not {given!r}')
-        prompt_id = f"{self._path.stem}:{number}" if given in (None, "") else str(given)
-        first = self._seen.setdefault(prompt_id, number)
-        if first != number:
-            raise _Refused("duplicate_id", f"id {prompt_id!r} is taken by line {first}")
+        prompt_id = f"{self._source.name}:{number}" if given in (None, "") else str(given)
+        here = f"{self._source.path}:{number}"
+        first = self._seen.setdefault(prompt_id, here)
+        if first != here:
+            raise _Refused("duplicate_id", f"id {prompt_id!r} is taken by {first}")
         return prompt_id
 
-    def _source(self, row: dict[str, Any]) -> str:
-        key = self._section.source_key
+    def _source_name(self, row: dict[str, Any]) -> str:
+        key = self._source.source_key
         if key is None:
-            return self._path.stem
+            return self._source.name
         source = _required(row, key, "source")
         if not isinstance(source, str):
             raise _Refused("bad_source", f'"{key}" must be a string, not {source!r}')
         return source
 
     def _render(self, prompt: Any) -> tuple[int, ...]:
-        section = self._section
+        section, source = self._section, self._source
         if not isinstance(prompt, str):
             try:
                 check_messages(prompt)
             except TokensError as error:
-                raise _Refused("bad_messages", f'"{section.prompt_key}": {error}') from error
+                raise _Refused("bad_messages", f'"{source.prompt_key}": {error}') from error
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         if not text.strip():
-            raise _Refused("empty_prompt", f'"{section.prompt_key}" is empty')
+            raise _Refused("empty_prompt", f'"{source.prompt_key}" is empty')
         # Without a template no row could be rendered: that is the folder's fault, not the row's.
         if section.template == "model" and self._tokens.chat_template is None:
-            return self._tokens.render(prompt, section.template, section.system_prompt)
+            return self._tokens.render(prompt, section.template, source.system_prompt)
         try:
-            ids = self._tokens.render(prompt, section.template, section.system_prompt)
+            ids = self._tokens.render(prompt, section.template, source.system_prompt)
         except TokensError as error:
             raise _Refused("template", str(error)) from error
         if len(ids) > section.max_prompt_tokens:

@@ -182,7 +182,7 @@ def _read_kind(
 def _read_prompts(folder: Path, listed: Sequence[Part]) -> tuple[dict[str, Any], ...]:
     path, lines = _read_list(folder, listed, "prompts")
     for number, line in enumerate(lines):
-        if not isinstance(line, dict) or parts.PROMPT_FIELDS - line.keys():
+        if not isinstance(line, dict) or parts.PROMPT_NEEDED - line.keys():
             raise SealError(f"{path}: line {number + 1} is no prompt")
     names = [line["prompt_id"] for line in lines]
     if len(set(names)) != len(names):

@@ -61,6 +61,8 @@ ROW_COLUMNS = ("draw_index", "candidate", "response_offsets")
 SCORED_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "last_values")
 DERIVED_COLUMNS = ("advantages", "shaped_rewards", "returns")
 PROMPT_FIELDS = frozenset(item.name for item in fields(Prompt)) - {"token_ids"}
+PROMPT_NEEDED = PROMPT_FIELDS - {"reward"}
+"""Without a reward name, every scorer that names none scores a prompt."""
 
 _SCORE_FIELDS = {
     "reward.total": "total",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.recipe.algorithm import AlgorithmSection, DynamicSamplingSection, KlSection
 from megarl.recipe.checks import refusals
+from megarl.recipe.data import DataSection, EvalSection, SourceSection
 from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.learning import (
     OnStatusSection,
@@ -30,8 +31,6 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.sections import (
     ActorSection,
     CheckpointSection,
-    DataSection,
-    EvalSection,
     ExperienceSection,
     ModelSection,
     ObserveSection,
@@ -64,6 +63,7 @@ __all__ = [
     "RolloutSection",
     "RunSection",
     "ScorerSection",
+    "SourceSection",
     "WorldSection",
     "help_text",
     "load_recipe",
@@ -80,6 +80,7 @@ SEEDED_KEYS = (
     ("model", "path"),
     ("data", "train"),
     ("data", "eval"),
+    ("data", "template"),
     ("critic", "path"),
     ("reference", "path"),
     ("resume", "from"),
@@ -162,8 +163,13 @@ def _fill_seed(settings: Settings) -> None:
     seed = settings.data.get("seed", Recipe.model_fields["seed"].default)
     for section, key in SEEDED_KEYS:
         table = settings.data.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
+        if not isinstance(table, dict):
+            continue
+        if isinstance(table.get(key), str):
             table[key] = table[key].replace("{seed}", str(seed))
+        for source in table[key] if isinstance(table.get(key), list) else ():  # data's sources
+            if isinstance(source, dict) and isinstance(source.get("path"), str):
+                source["path"] = source["path"].replace("{seed}", str(seed))
 
 
 def _problems(error: ValidationError, settings: Settings) -> str:
@@ -185,6 +191,8 @@ def _problem(problem: Mapping[str, Any], settings: Settings) -> str:
             text = "this key is required and not set"
         case "extra_forbidden":
             text = "unknown key"
+        case "tuple_type" if path in (("data", "train"), ("data", "eval")):
+            text = f"must be a path or a list of sources, got {_shown(given)}"
         case kind:
             text = _complaint(kind, problem["msg"], problem.get("ctx", {}))
             text += f", got {_shown(given)}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megarl.recipe.checks_data import data_refusals
 from megarl.recipe.checks_learning import learning_refusals
 from megarl.recipe.keys import key_table, nearest_key
 from megarl.recipe.schema import Recipe
 from megarl.recipe.sections import RESUME_CONTENTS
-from megarl.rewards.scorer import BUILT_IN
 
 # Of the 255 bytes that file systems give a name; `.replay-<n>.replaced-<n>` may follow.
 LONGEST_NAME = 200
@@ -45,7 +45,7 @@ def refusals(recipe: Recipe) -> Iterator[Refusal]:
     yield from _tokens(recipe)
     yield from _sampling(recipe)
     yield from _memory(recipe)
-    yield from _reward(recipe)
+    yield from data_refusals(recipe)
     yield from _parity(recipe)
     yield from _experience(recipe)
     yield from _checkpoint(recipe)
@@ -179,45 +179,6 @@ def _memory(recipe: Recipe) -> Iterator[Refusal]:
             ("rollout.release", "world.device"),
             "a CPU cannot give the generator's memory back while it trains; set rollout.release "
             "to false, or world.device to cuda",
-        )
-
-
-def _reward(recipe: Recipe) -> Iterator[Refusal]:
-    reward = recipe.reward
-    for status in ("timeout", "error"):
-        if getattr(reward.on_status, status) == "penalty" and reward.penalty is None:
-            yield (
-                (f"reward.on_status.{status}",),
-                "the rule penalty needs a number; set reward.penalty or choose drop, retry or stop",
-            )
-    names = [scorer.name for scorer in reward.scorers]
-    for index, name in enumerate(names):
-        if ":" not in name and name not in BUILT_IN:
-            yield (
-                (f"reward.scorers.{index}.name",),
-                f"there is no scorer {name}; built in are {', '.join(BUILT_IN)}, an own function "
-                "is named import.path:function",
-            )
-        if reward.scorers[index].at_least is not None and reward.violated is None:
-            yield (
-                (f"reward.scorers.{index}.at_least", "reward.violated"),
-                "at_least needs the total of a response that falls below it; set reward.violated",
-            )
-        if name in names[:index]:
-            yield (
-                (f"reward.scorers.{index}.name",),
-                f"scorer {name} is listed twice, its records could not be told apart; keep one",
-            )
-    if reward.violated is not None and all(item.at_least is None for item in reward.scorers):
-        yield (
-            ("reward.violated",),
-            "no scorer has at_least, so no response gets this total; give one at_least or leave "
-            "reward.violated out",
-        )
-    if all(scorer.weight == 0 for scorer in reward.scorers):
-        yield (
-            ("reward.scorers",),
-            "every scorer has weight 0, so every reward is 0; give one a weight",
         )
 
 

@@ -85,6 +85,12 @@ FREE_ON_RESUME = (
     "rollout.release",
     "rollout.bucket_bytes",
     "reward.workers",
+    "reward.max_pending",
+    "reward.concurrency",
+    # Held-out prompts are compared with the training prompts, which stay what they are.
+    "data.max_overlap",
+    "data.overlap_words",
+    "data.max_ngram_overlap",
     # Paths: what lies there is compared by content, wherever it was moved.
     "model.path",
     "data.train",

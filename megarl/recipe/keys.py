@@ -72,7 +72,9 @@ def _takes(info: FieldInfo) -> str:
         if get_origin(kind) is tuple:
             parts = get_args(kind)
             if parts[-1] is Ellipsis:
-                return f"list of {'scorers' if _is_section(parts[0]) else name(parts[0])}"
+                entry = parts[0]
+                listed = f"{entry.__name__.removesuffix('Section').lower()}s"
+                return f"list of {listed if _is_section(entry) else name(entry)}"
             return f"list of {len(parts)} {name(parts[0])}s"
         return names[kind]
 

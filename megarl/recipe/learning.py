@@ -22,7 +22,11 @@ class ScorerSection(Section):
     model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, Field(min_length=1)] = Field(
-        description="`exact_match`, `format`, or an own function as `import.path:function`."
+        description="A built-in scorer (docs/rewards.md), or an own function as "
+        "`import.path:function`."
+    )
+    component: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Its name in records and metrics; empty: name, or the function's."
     )
     weight: float = Field(1.0, description="Factor of its score in the total.")
     at_least: float | None = Field(
@@ -30,6 +34,24 @@ class ScorerSection(Section):
         description="A lower score makes the total reward.violated, whatever the others say; "
         "empty: no such constraint.",
     )
+    only: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Reward names (data.reward_key, a source's `reward`) of the rows it scores; "
+        "empty: all rows.",
+    )
+    batch: Positive = Field(
+        1, description="An own function is given lists of up to so many responses, where above 1."
+    )
+
+    @property
+    def title(self) -> str:
+        """Name of its component."""
+        return self.component or self.name.rpartition(":")[2]
+
+    def scores(self, reward: str) -> bool:
+        """Whether it scores rows of this reward name."""
+        return not self.only or reward in self.only
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,12 +73,24 @@ class RewardSection(Section):
     """Scoring of responses; a failure is a status, never a 0."""
 
     scorers: Annotated[tuple[ScorerSection, ...], Field(min_length=1, strict=False)] = Field(
-        description="List of `{name, weight, …options}`; the reward is the weighted sum, "
-        "accuracy in evaluations is the first one's score."
+        description="List of `{name, component, weight, at_least, only, batch, …options}`; the "
+        "reward is the weighted sum, accuracy in evaluations the score of the first that scores "
+        "the row."
     )
     workers: Positive = Field(1, description="Scoring processes of each generator replica.")
     deadline_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="Time one sample may take before its worker is killed."
+    )
+    memory_gb: Annotated[float, Field(gt=0)] | None = Field(
+        4.0,
+        description="Memory of a scoring process beyond what it has when its scorers are loaded; "
+        "empty: no limit.",
+    )
+    max_pending: Positive = Field(
+        4096, description="Responses that may wait for a worker before generation waits for them."
+    )
+    concurrency: Positive = Field(
+        32, description="Responses that an `async` scorer works on at once in a worker."
     )
     on_status: OnStatusSection = Field(OnStatusSection(), description="")
     penalty: float | None = Field(

@@ -16,13 +16,12 @@ from ruamel.yaml import YAML
 
 from megarl.contracts.hashes import contract_hash
 from megarl.recipe.algorithm import AlgorithmSection
+from megarl.recipe.data import DataSection, EvalSection
 from megarl.recipe.learning import PARITY_DEFAULTS, ParitySection, RewardSection
 from megarl.recipe.roles import CriticSection, ReferenceSection
 from megarl.recipe.sections import (
     ActorSection,
     CheckpointSection,
-    DataSection,
-    EvalSection,
     ExperienceSection,
     ModelSection,
     Natural,

@@ -1,4 +1,4 @@
-"""The recipe's sections about the run, its data, its processes and its models.
+"""The recipe's sections about the run, its processes and its models.
 
 Every key is documented where it is declared: `--help` and docs/recipe.md are made from it.
 """
@@ -27,6 +27,7 @@ RESUME_CONTENTS = (
     "sampling",
     "scorer",
     "algorithm",
+    "curriculum",
     "records",
 )
 """What a resume compares besides recipe keys; `resume.allow` takes these names too."""
@@ -58,29 +59,6 @@ class ModelSection(Section):
         description="Hugging Face checkpoint folder: config, tokenizer, weights."
     )
     dtype: Dtype = Field("float32", description="Dtype of the actor's and reference's forwards.")
-
-
-class DataSection(Section):
-    """Prompts: JSON Lines, one row a line."""
-
-    train: FilePath = Field(description="Prompts to train on.")
-    eval: FilePath | None = Field(None, description="Held-out prompts; empty: no evaluation.")
-    prompt_key: str = Field("prompt", description="Row key of the prompt: text or chat messages.")
-    answer_key: str = Field("answer", description="Row key of the answer the scorers compare with.")
-    source_key: str | None = Field(
-        None,
-        description="Row key that names a row's source, which scorers see; empty: the file's stem.",
-    )
-    template: Literal["model", "none"] = Field(
-        "model", description="Chat template: the model folder's own, or none (plain text)."
-    )
-    system_prompt: str | None = Field(None, description="System message put before each prompt.")
-    max_prompt_tokens: Positive = Field(
-        description="Longest prompt, in tokens after the template; longer rows are refused."
-    )
-    max_refused_share: Share = Field(
-        0.0, description="Share of rows that may be refused before the run stops at start."
-    )
 
 
 class WorldSection(Section):
@@ -238,18 +216,6 @@ class RolloutSection(Section):
         description="Policy versions between those whose weights are read back from the generator "
         "and compared; the first after each start always is, the others are marked unverified.",
     )
-
-
-class EvalSection(Section):
-    """Held-out evaluation, when data.eval is set."""
-
-    every: Positive = Field(
-        10,
-        description="Iterations between evaluations, besides one before the first update and "
-        "one at the end.",
-    )
-    sampled: bool = Field(True, description="Sample at the temperature too, besides greedy.")
-    max_prompts: Positive | None = Field(None, description="Use the first so many; empty: all.")
 
 
 class ExperienceSection(Section):

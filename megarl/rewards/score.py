@@ -123,6 +123,7 @@ class ScoringPool:
             prompt_id=prompt.prompt_id,
             source=prompt.source,
             metadata=prompt.metadata,
+            reward=prompt.reward,
         )
         self._jobs[key] = self._pool.submit(response)
 

@@ -49,6 +49,8 @@ class Response:
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other keys."""
+    reward: str = ""
+    """The row's reward name."""
 
 
 @dataclass(frozen=True, slots=True)

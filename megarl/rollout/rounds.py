@@ -81,7 +81,7 @@ class Rounds:
         drawn = self.cursor.draw(count, self.excluded)
         if not drawn and not self.done:
             raise PromptError(
-                f"every prompt of {self.recipe.data.train} is in quarantine: none could be scored; "
+                "every training prompt is in quarantine: none could be scored; "
                 "see quarantine.jsonl, mend the scorer or the rows, or raise "
                 "reward.quarantine_after"
             )

@@ -31,7 +31,7 @@ from megarl.contracts.tokens import Tokens
 from megarl.data.packing import Pack, build_pack, pad_pack
 from megarl.data.prepare import prepare
 from megarl.data.prompts import PromptSet
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data import DataSection
 from megarl.rewards.score import ScoringPool
 from megarl.rollout.selection import select_groups
 from tests.rewards.make_pool import GRADERS, section
@@ -103,7 +103,7 @@ def test_rows_pass_whole_or_are_refused(tokens, tmp_path, name: str) -> None:
         max_refused_share=0.75,
         system_prompt=next(iter(systems), None),
     )
-    loaded = PromptSet.load(path, tokens(name), data)
+    loaded = PromptSet.load(data.training, tokens(name), data)
     wanted = [sample["prompt_ids"] for sample in case["samples"]]
     assert [list(row.token_ids) for row in loaded.rows] == wanted
     assert loaded.refused == {row["kind"]: 1 for row in refused}

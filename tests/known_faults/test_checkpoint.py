@@ -27,7 +27,7 @@ from megarl.checkpoint.commit import (
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptError, PromptSet
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data import DataSection
 from tests.contracts.tokenizer_folders import character_folder
 from tests.models.support import write_hf_model
 from tests.warm import forking
@@ -43,7 +43,7 @@ def _cursor(folder: Path, answer: str = "1", seed: int = 3) -> PromptCursor:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = Tokens.load(character_folder(folder / "model", TEMPLATE))
     section = DataSection(train=str(path), max_prompt_tokens=12)
-    return PromptCursor(PromptSet.load(path, tokens, section), seed=seed, per_iteration=2)
+    return PromptCursor(PromptSet.load(section.training, tokens, section), seed=seed, per_iteration=2)
 
 
 def _draw(cursor: PromptCursor) -> list[str]:

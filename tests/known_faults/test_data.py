@@ -15,7 +15,7 @@ import pytest
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptError, PromptSet
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data import DataSection
 from tests.contracts.tokenizer_folders import character_folder, metaspace_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
@@ -57,7 +57,7 @@ def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row, _ in rows))
     section = DataSection(train=str(path), max_prompt_tokens=LIMIT, max_refused_share=0.75)
-    loaded = PromptSet.load(path, tokens, section)
+    loaded = PromptSet.load(section.training, tokens, section)
     assert [row.text for row in loaded.rows] == ["first", fits, "last"]
     assert [row.prompt_id for row in loaded.rows] == ["a", "rows:3", "rows:12"]
     assert len(loaded.rows[1].token_ids) == LIMIT
@@ -95,7 +95,7 @@ def _ten_prompts(folder: Path, answer: str = "1") -> PromptSet:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = Tokens.load(character_folder(folder / "model", TEMPLATE))
     section = DataSection(train=str(path), max_prompt_tokens=LIMIT)
-    return PromptSet.load(path, tokens, section)
+    return PromptSet.load(section.training, tokens, section)
 
 
 def _steps(cursor: PromptCursor, count: int) -> list[list[str]]:

@@ -27,7 +27,7 @@ from megarl.data.minibatch import micro_batches
 from megarl.data.packing import build_pack, pad_pack
 from megarl.data.prompts import PromptSet
 from megarl.data.table import SampleTable
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data import DataSection
 from megarl.rollout.groups import plan_iteration
 from tests.algorithms.toy import Settings
 from tests.contracts.tokenizer_folders import character_folder
@@ -161,7 +161,8 @@ def _draws(folder: Path) -> list[list[str]]:
     rows = [{"prompt": f"q{number}", "answer": "1", "id": number} for number in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = Tokens.load(character_folder(folder / "model", "{{ messages[0]['content'] }}"))
-    prompts = PromptSet.load(path, tokens, DataSection(train=str(path), max_prompt_tokens=8))
+    section = DataSection(train=str(path), max_prompt_tokens=8)
+    prompts = PromptSet.load(section.training, tokens, section)
     cursor = PromptCursor(prompts, seed=3, per_iteration=3)
     drawn = []
     for _ in range(6):

@@ -58,7 +58,9 @@ def test_what_is_kept_and_resumed_is_no_part_of_the_hash() -> None:
     assert load_recipe(QUICKSTART, overrides).hash == hash_
 
 
-CONTENTS = "tokenizer, model, critic, data, eval_data, sampling, scorer, algorithm, records"
+CONTENTS = (
+    "tokenizer, model, critic, data, eval_data, sampling, scorer, algorithm, curriculum, records"
+)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_hash_is_the_recorded_one(recipe_file: Path) -> None:
     # Fails when a key or default changes: then every recorded hash changes too, on purpose.
     assert (
         load_recipe(recipe_file).hash
-        == "sha256:c83cd0d45af80930978877e88839dfcd418a02158af66a23f45e24ce98782526"
+        == "sha256:1914fde723e1b776da6c890056ddb95917d4a0c470c3c4864ac9d794903be7c1"
     )
 
 

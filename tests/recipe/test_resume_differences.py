@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from megarl.recipe import Recipe, RecipeError, load_recipe, recipe_of_tree
+from megarl.recipe.data import SourceSection
 from megarl.recipe.differences import resume_differences
 from megarl.recipe.keys import key_table
+from megarl.recipe.learning import ScorerSection
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
@@ -25,7 +27,7 @@ FREE = {
     "run.overwrite": True,
     "run.iterations": 80,
     "model.path": "moved/model",
-    "data.train": "moved/train.jsonl",
+    "data.train": [SourceSection(path="moved/train.jsonl").model_dump()],
     "data.eval": None,
     "world.ranks": 4,
     "world.device": "cuda",
@@ -65,12 +67,23 @@ FREE = {
     "rollout.release": True,
     "rollout.bucket_bytes": 1024,
     "reward.workers": 3,
+    "reward.max_pending": 8,
+    "reward.concurrency": 4,
+    "data.max_overlap": 0.5,
+    "data.overlap_words": 0,
+    "data.max_ngram_overlap": 0.5,
     "parity.max": 1.0,
     "parity.mean": 0.5,
     "parity.action": "warn",
     "eval.every": 3,
     "eval.sampled": False,
     "eval.max_prompts": 8,
+    "eval.samples": 4,
+    "eval.pass_at": [1, 4],
+    "eval.solved_at": 0.5,
+    "eval.temperature": 0.7,
+    "eval.confidence": 0.9,
+    "eval.probes": [ScorerSection(name="format").model_dump(mode="json")],
     "experience.keep": 2,
     "experience.keep_every": 10,
     "checkpoint.every": 3,
@@ -95,6 +108,9 @@ CHANGES_THE_RUN = {
     "data.system_prompt": "Be brief.",
     "data.max_prompt_tokens": 16,
     "data.max_refused_share": 0.5,
+    "data.reward_key": "reward",
+    "data.max_row_bytes": 1000,
+    "data.curriculum": "mine:keep",
     "actor.lr": 1e-5,
     "actor.lr_schedule": "cosine",
     "actor.lr_warmup_steps": 5,
@@ -120,8 +136,9 @@ CHANGES_THE_RUN = {
     "rollout.frequency_penalty": 0.1,
     "rollout.presence_penalty": 0.1,
     "rollout.repetition_penalty": 1.1,
-    "reward.scorers": [{"name": "format", "weight": 1.0, "at_least": None}],
+    "reward.scorers": [ScorerSection(name="format").model_dump(mode="json")],
     "reward.deadline_seconds": 1.0,
+    "reward.memory_gb": 1.0,
     "reward.on_status.timeout": "stop",
     "reward.on_status.error": "stop",
     "reward.penalty": -1.0,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.contracts.tokens import Tokens
 from megarl.data.prompts import PromptSet
-from megarl.recipe.sections import DataSection
+from megarl.recipe.data import DataSection
 from megarl.reshard.families import FAMILIES, read_spec
 from tools import make_tiny_model
 from tools.quickstart.accuracy import responses
@@ -105,9 +105,9 @@ def test_every_family_is_made_and_read(tmp_path, family):
 def test_the_rows_are_prompts_that_the_template_renders(built):
     folder, result, _ = built
     tokens = Tokens.load(folder / "model")
-    section = DataSection(train="x", max_prompt_tokens=20)
     for name, count in (("train", result.train_rows), ("eval", result.eval_rows)):
-        prompts = PromptSet.load(folder / "data" / f"{name}.jsonl", tokens, section)
+        section = DataSection(train=str(folder / "data" / f"{name}.jsonl"), max_prompt_tokens=20)
+        prompts = PromptSet.load(section.training, tokens, section)
         assert len(prompts) == count and not prompts.refusals
         first = prompts.rows[0]
         assert tokens.decode(first.token_ids) == f"Q: {first.text}\nA:"
