@@ -1,4 +1,8 @@
-"""`exact_match`: 1 when the answer found in the response equals the prompt's, as text; else 0."""
+"""`exact_match`: 1 when the answer found in the response equals the prompt's, as text; else 0.
+
+A regular expression can take exponentially long on some texts. Nothing here bounds that: the
+worker's deadline (`reward.deadline_seconds`) does, and the response is then a `timeout`.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,39 @@ from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 NOT_FINISHED = "not_finished"
 
 
-def make(*, pattern: str | None = None, take: str = "last", finished: bool = True) -> Scorer:
+def make(
+    *,
+    pattern: str | None = None,
+    take: str = "last",
+    finished: bool = True,
+    ignore_case: bool = False,
+    answer_is: str = "text",
+) -> Scorer:
     """Options:
 
     - `pattern`: regular expression with one group, searched in the response without surrounding
       white space; the group is the answer. None: the whole response is.
     - `take`: which match counts, `last` or `first`.
     - `finished`: a response that was cut off scores 0.
+    - `ignore_case`: answers that differ only in case are equal.
+    - `answer_is`: `text`: the found answer must equal the prompt's. `pattern`: the prompt's answer
+      is a regular expression that must match the found answer from end to end.
 
-    Both answers are compared without surrounding white space. An empty answer never matches; a
-    prompt without an answer cannot be scored.
+    Both answers are compared without surrounding white space. An empty answer never matches.
+    A prompt without an answer cannot be scored, nor one whose answer is to be a regular expression
+    and is none, or is one that an empty text matches (`ValueError`).
     """
     if take not in ("first", "last"):
         raise ValueError(f"take must be first or last, not {take!r}")
+    if answer_is not in ("text", "pattern"):
+        raise ValueError(f"answer_is must be text or pattern, not {answer_is!r}")
     expression = None if pattern is None else _compile(pattern)
 
     def score(response: Response) -> RewardParts:
         wanted = response.answer.strip()
         if not wanted:
             raise ValueError("the prompt has no answer to compare with")
+        wanted_pattern = _wanted(wanted, ignore_case) if answer_is == "pattern" else None
         if finished and not response.finished:
             return RewardParts(0.0, NOT_FINISHED)
         found = response.text.strip()
@@ -36,6 +54,10 @@ def make(*, pattern: str | None = None, take: str = "last", finished: bool = Tru
             found = matches[-1 if take == "last" else 0].strip() if matches else ""
         if not found:
             return RewardParts(0.0, NO_ANSWER)
+        if wanted_pattern is not None:
+            return RewardParts(float(wanted_pattern.fullmatch(found) is not None))
+        if ignore_case:
+            return RewardParts(float(found.casefold() == wanted.casefold()))
         return RewardParts(float(found == wanted))
 
     return score
@@ -51,4 +73,17 @@ def _compile(pattern: str) -> re.Pattern[str]:
             f"pattern {pattern!r} has {expression.groups} groups; exactly one must hold the answer "
             "(write the others as (?:…))"
         )
+    return expression
+
+
+def _wanted(answer: str, ignore_case: bool) -> re.Pattern[str]:
+    try:
+        expression = re.compile(answer, re.IGNORECASE if ignore_case else 0)
+    except re.error as error:
+        raise ValueError(
+            f"the prompt's answer {answer!r} is no regular expression: {error}"
+        ) from error
+    # `.*` and the like would be won by saying anything at all.
+    if expression.fullmatch("") is not None:
+        raise ValueError(f"the prompt's answer {answer!r} matches an empty text")
     return expression

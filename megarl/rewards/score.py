@@ -6,26 +6,27 @@ finite number makes the record an `error`; one that takes too long makes it a `t
 lead to is the recipe's `reward.on_status`: `drop` keeps the status for group selection, `retry`
 scores once more and then drops, `penalty` gives the declared total, `stop` raises.
 
-The total is the weighted sum of the components, unless one is below its scorer's `at_least`: then
-it is `reward.violated`. The components stay what the scorers said. Step scores are each scorer's,
-times its weight, in the order of their tokens; a violated constraint does not change them.
+A scorer with `only` scores the rows whose reward name it lists; for others it is not there. The
+total is the weighted sum of the components, unless one is below its scorer's `at_least`: then it is
+`reward.violated`. The components stay what the scorers said. Step scores are each scorer's, times
+its weight, in the order of their tokens; a violated constraint does not change them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.contracts.hashes import contract_hash
 from megarl.contracts.records import Prompt, RewardRecord, RewardStatus
 from megarl.contracts.samples import End, Sample
 from megarl.contracts.tokens import Tokens
-from megarl.rewards.scorer import Response, ScorerError, component_name
-from megarl.rewards.worker import Setup, Verdict
-from megarl.rewards.workers import Died, Job, Outcome, TimedOut, WorkerPool
+from megarl.rewards.frames import Died, Outcome, ScorerSetup, Setup, TimedOut, Verdict
+from megarl.rewards.scorer import Response, ScorerError
+from megarl.rewards.workers import Job, WorkerPool
 
 StepScores = tuple[tuple[int, float], ...]
 """(response token index, score) of each step."""
@@ -36,8 +37,35 @@ PENALTY = "penalty for "
 """Begins the detail of a record whose total is the declared penalty: it could not be scored."""
 
 
+GB = 10**9
+
+
 class RewardError(RuntimeError):
     """Scoring went so wrong that the run must stop; the message says what to look at."""
+
+
+def applies(scorer: Any, reward: str) -> bool:
+    """Whether the recipe's `scorer` scores rows of this reward name."""
+    return scorer.scores(reward)
+
+
+def first_component(section: Any, reward: str) -> str | None:
+    """Component that is a row's accuracy: of the first of the scorers of `section` (the recipe's
+    `reward`) that scores rows of this reward name. None where none does."""
+    for scorer in section.scorers:
+        if applies(scorer, reward):
+            return scorer.title
+    return None
+
+
+class Times(NamedTuple):
+    """How long a scorer took."""
+
+    count: int
+    """Responses."""
+    total: float
+    """Seconds; a response of a batch has its share of the call's."""
+    longest: float
 
 
 @dataclass
@@ -72,16 +100,15 @@ class ScoringPool:
         Raises `ScorerError` when a scorer does not exist or does not take its options.
         """
         self._section, self._tokens = section, tokens
-        self._weights = {component_name(item.name): item.weight for item in section.scorers}
+        self._weights = {item.title: item.weight for item in section.scorers}
         self._at_least = {
-            component_name(item.name): item.at_least
-            for item in section.scorers
-            if item.at_least is not None
+            item.title: item.at_least for item in section.scorers if item.at_least is not None
         }
         if len(self._weights) < len(section.scorers):
+            titles = Counter(item.title for item in section.scorers)
             raise ScorerError(
-                "reward.scorers: two scorers have the same component name; rename one function: "
-                + ", ".join(item.name for item in section.scorers)
+                "reward.scorers: two scorers have the same component name; give one `component`: "
+                + ", ".join(item.name for item in section.scorers if titles[item.title] > 1)
             )
         self._rules = {
             RewardStatus.TIMEOUT: section.on_status.timeout,
@@ -93,18 +120,33 @@ class ScoringPool:
             raise ScorerError("a scorer says at_least: set reward.violated, the total below it")
         setup = Setup(
             sys_path=tuple(sys.path),
-            scorers=tuple((item.name, dict(item.options)) for item in section.scorers),
+            scorers=tuple(
+                ScorerSetup(item.title, item.name, item.options, frozenset(item.only), item.batch)
+                for item in section.scorers
+            ),
+            deadline_seconds=section.deadline_seconds,
+            memory_bytes=None if section.memory_gb is None else int(section.memory_gb * GB),
+            concurrency=section.concurrency,
         )
+        self._known: set[str] = set()  # reward names that some scorer with a weight scores
         self._jobs: dict[Key, Job] = {}
         self.failures = Failures()
-        self._pool = WorkerPool(setup, section.workers, section.deadline_seconds, self._is_retried)
+        self.times: dict[str, Times] = {}
+        """Of the last collection: component → how long its scorer took for responses it scored or
+        failed on. One that missed the deadline or ended its process is in none."""
+        self._pool = WorkerPool(setup, section.workers, section.max_pending, self._is_retried)
         self.version = self._hash_version(setup)
 
     def submit(self, sample: Sample, prompt: Prompt) -> None:
-        """Start scoring; returns at once. The same response again changes nothing.
+        """Start scoring. The same response again changes nothing.
 
-        Raises `ValueError` when another response comes under an id that is being scored, and
-        `TokensError` when the response holds an id the tokenizer does not know.
+        Returns at once, unless `reward.max_pending` responses are without an outcome: then it waits
+        for one, and whoever generates waits with it, so that what is generated faster than it is
+        scored does not fill the memory.
+
+        Raises `ValueError` when another response comes under an id that is being scored or no
+        scorer with a weight scores the row, `TokensError` when the response holds an id the
+        tokenizer does not know, and `ScorerError` when the pool has failed.
         """
         key = (sample.draw_index, sample.candidate)
         token_ids = tuple(sample.response_ids.tolist())
@@ -113,6 +155,8 @@ class ScoringPool:
             if before.response.token_ids != token_ids:
                 raise ValueError(f"two different responses for draw and candidate {key}")
             return
+        if prompt.reward not in self._known:
+            self._check_scored(prompt)
         response = Response(
             text=self._tokens.decode(token_ids),
             answer=prompt.answer,
@@ -143,6 +187,7 @@ class ScoringPool:
         self._pool.wait()
         jobs, self._jobs = self._jobs, {}
         self.failures = Failures(len(jobs))
+        self.times = _times(self._weights, jobs.values())
         records = [self._record(key, jobs[key]) for key in expected]
         if check_share:
             self.failures.check(self._section.max_error_share)
@@ -151,6 +196,14 @@ class ScoringPool:
     def close(self) -> None:
         """End every worker and what it started."""
         self._pool.close()
+
+    def _check_scored(self, prompt: Prompt) -> None:
+        if not any(item.weight and applies(item, prompt.reward) for item in self._section.scorers):
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: no scorer with a weight scores rows of the reward "
+                f"{prompt.reward!r} (reward.scorers … only)"
+            )
+        self._known.add(prompt.reward)
 
     def _is_retried(self, outcome: Outcome, tries: int) -> bool:
         status, _ = _status_of(outcome)
@@ -200,18 +253,25 @@ class ScoringPool:
 
     def _total(self, components: dict[str, float]) -> tuple[float, str]:
         """The reward, and which constraints are violated (empty: none)."""
-        low = [name for name, bound in self._at_least.items() if components[name] < bound]
+        low = [
+            name
+            for name, bound in self._at_least.items()
+            if name in components and components[name] < bound
+        ]
         if low:
             return self._section.violated, f"below at_least: {', '.join(low)}"
         # Weight 0: reported, not counted (so that 0 × a huge score cannot show either).
-        return sum(components[name] * w for name, w in self._weights.items() if w), ""
+        weighed = {name: weight for name, weight in self._weights.items() if weight}
+        return sum(components[name] * w for name, w in weighed.items() if name in components), ""
 
     def _hash_version(self, setup: Setup) -> str:
         """Over code, options, weights, constraints, rules and library versions."""
         sources = self._pool.sources
         return contract_hash(
             {
-                "scorers": [[name, options] for name, options in setup.scorers],
+                "scorers": [[item.name, item.options] for item in setup.scorers],
+                "only": {item.title: sorted(item.only) for item in setup.scorers},
+                "batch": {item.title: item.batch for item in setup.scorers},
                 "weights": self._weights,
                 "at_least": self._at_least,
                 "violated": self._section.violated,
@@ -220,8 +280,19 @@ class ScoringPool:
                 "rules": {str(status): rule for status, rule in self._rules.items()},
                 "penalty": self._section.penalty,
                 "deadline_seconds": self._section.deadline_seconds,
+                "memory_gb": self._section.memory_gb,
             }
         )
+
+
+def _times(titles: Iterable[str], jobs: Iterable[Job]) -> dict[str, Times]:
+    times = dict.fromkeys(titles, Times(0, 0.0, 0.0))
+    for job in jobs:
+        if isinstance(job.outcome, Verdict):
+            for title, seconds in job.outcome.times.items():
+                count, total, longest = times[title]
+                times[title] = Times(count + 1, total + seconds, max(longest, seconds))
+    return times
 
 
 def _status_of(outcome: Outcome) -> tuple[RewardStatus, str]:

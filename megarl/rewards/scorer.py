@@ -5,27 +5,46 @@ its options as keyword arguments::
 
     def score(response: Response, *, unit: str = "cm") -> RewardParts | float: ...
 
-It raises on what it cannot score; it never answers 0 for that.
+It raises on what it cannot score; it never answers 0 for that. Where the recipe gives it a `batch`
+it is given a list of responses and gives a list with one answer each::
+
+    def score(responses: list[Response], **options) -> list[RewardParts | float]: ...
+
+Either may be an `async def`, which is awaited: several are on their way at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megarl.contracts.errors import InputError
 
-BUILT_IN = {"exact_match": "megarl.rewards.exact", "format": "megarl.rewards.format"}
+BUILT_IN = {
+    "exact_match": "megarl.rewards.exact",
+    "format": "megarl.rewards.format",
+    "json_schema": "megarl.rewards.schema",
+    "length": "megarl.rewards.length",
+    "repetition": "megarl.rewards.repetition",
+    "math": "megarl.rewards.math_answer",
+    "gsm8k": "megarl.rewards.gsm8k",
+    "multiple_choice": "megarl.rewards.choice",
+    "code": "megarl.rewards.code",
+}
 """Name in a recipe → module with `make(**options)`, which checks them and gives the scorer."""
 
 MOST_SAID = 300
 """Characters that are kept of an error's text."""
+
+MOST_SHOWN = 4
+"""Elements of a container that is shown whole in an error's text."""
 
 NO_ANSWER = "no_answer"
 """Detail of a response in which no answer could be found: scored, and wrong."""
@@ -64,7 +83,9 @@ class RewardParts:
     `Response.token_ids`. They are trained on where `algorithm.rewards` is `process`."""
 
 
-Scorer = Callable[[Response], RewardParts | float]
+Answer = RewardParts | float
+Scorer = Callable[[Response], Answer | Awaitable[Answer]]
+BatchScorer = Callable[[list[Response]], Sequence[Answer] | Awaitable[Sequence[Answer]]]
 
 
 class ScorerError(InputError):
@@ -77,7 +98,10 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> tuple[Scorer, str]:
     Raises `ScorerError` when it does not exist or does not take these options.
     """
     if name in BUILT_IN:
-        module = importlib.import_module(BUILT_IN[name])
+        try:
+            module = importlib.import_module(BUILT_IN[name])
+        except ImportError as error:  # a library that it needs
+            raise ScorerError(f"reward.scorers: cannot load {name}: {said(error)}") from error
         _check_options(name, module.make, (), options)
         try:
             return module.make(**options), module.__name__
@@ -85,10 +109,7 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> tuple[Scorer, str]:
             raise ScorerError(f"reward.scorers: {name}: {error}") from error
     path, colon, attribute = name.partition(":")
     if not colon or not path or not attribute:
-        raise ScorerError(
-            f"reward.scorers: {name!r} is no scorer; give one of {', '.join(BUILT_IN)}, or your "
-            "function as import.path:function"
-        )
+        raise ScorerError(f"reward.scorers: {no_such_scorer(name)}")
     try:
         function = getattr(importlib.import_module(path), attribute)
     except BaseException as error:  # foreign code may end in any way while it is imported
@@ -99,6 +120,42 @@ def load_scorer(name: str, options: Mapping[str, Any]) -> tuple[Scorer, str]:
     return partial(function, **options), path
 
 
+def no_such_scorer(name: str) -> str:
+    """What to say of a name that is neither a built-in nor an import path."""
+    close = difflib.get_close_matches(name, BUILT_IN, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return (
+        f"{name!r} is no scorer; {hint}give one of {', '.join(BUILT_IN)}, or your function as "
+        "import.path:function"
+    )
+
+
+def is_async(scorer: Callable) -> bool:
+    """Whether calling it gives something to await."""
+    while isinstance(scorer, partial):
+        scorer = scorer.func
+    return inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(
+        getattr(scorer, "__call__", None)  # noqa: B004  an object whose __call__ is async
+    )
+
+
+def answers_of(value: Any, count: int) -> list[Any]:
+    """A batched scorer's answers on so many responses.
+
+    Raises `TypeError` for what is no list (other sequence, array of one dimension), `ValueError`
+    for another number of answers.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        answers = list(value)
+    elif getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
+        answers = value.tolist()
+    else:
+        raise TypeError(f"returned {_shown(value)}, not a list with one score per response")
+    if len(answers) != count:
+        raise ValueError(f"returned {len(answers)} scores for {count} responses")
+    return answers
+
+
 def said(error: BaseException) -> str:
     """`ValueError: what`: the first line of foreign code's error, whatever its `__str__` does."""
     try:
@@ -106,11 +163,6 @@ def said(error: BaseException) -> str:
     except BaseException as worse:  # in a worker's process there is nobody else to stop
         first_line = f"its text cannot be had: {type(worse).__name__} in __str__"
     return f"{type(error).__name__}: {first_line}"
-
-
-def component_name(name: str) -> str:
-    """Name of a scorer's component in records and metrics."""
-    return name.rpartition(":")[2]
 
 
 def parts_of(value: Any, tokens: int) -> RewardParts:
@@ -136,10 +188,22 @@ def parts_of(value: Any, tokens: int) -> RewardParts:
 
 def _finite(value: Any, where: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"returned {value!r}{where}, not a number")
+        raise TypeError(f"returned {_shown(value)}{where}, not a number")
     if not math.isfinite(value):
         raise ValueError(f"returned {float(value)}{where}, not a finite number")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """What was returned in place of an answer; a way out where a keyword is wrong."""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "a generator (it has a yield; a scorer returns)"
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that nobody awaited it
+        return "a coroutine (declare the function itself async def, and it is awaited)"
+    if isinstance(value, list | tuple | Mapping) and len(value) > MOST_SHOWN:
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)
 
 
 def _check_options(

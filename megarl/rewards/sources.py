@@ -24,6 +24,14 @@ class Sources:
     """Distribution → version of installed packages they brought in, and Python's own version."""
 
 
+def changed(before: Sources, after: Sources) -> str:
+    """For people: the scorers' code is another one than when the pool started."""
+    return (
+        "reward.scorers: the code of a scorer changed while it is in use: "
+        f"{before} became {after}; one run has one scorer version"
+    )
+
+
 def loaded_since(before: Collection[str], scorer_modules: Sequence[str]) -> Sources:
     """Sources of the scorers' modules and of every module loaded since `before` was taken."""
     paths = sysconfig.get_paths()

@@ -1,159 +1,115 @@
-"""A scoring worker: `python -m megarl.rewards.worker`, started by `workers.WorkerPool`.
+"""A scoring worker: a process for foreign code alone, started by the keeper (`keeper.py`).
 
-A process of its own, not a fork or a multiprocessing child: forks of a process with library threads
-hang, and multiprocessing would import the training script (torch, SGLang) into every worker.
-
-It reads frames (4-byte length, pickle) from its standard input and answers on its standard output.
-Scorers see neither: what they print goes to standard error, what they read is empty.
-First frame in: `Setup`. First out: `Ready` or a `str` that says why not. Then, for each list of
-`Response`, one `Verdict` per response as soon as it is known.
+It gets lists of tasks as frames over a socket and answers each response with `Told` as soon as it
+is known. Its main thread calls the scorers. They see neither the socket nor the pool: what they
+print goes to standard error, what they read is empty.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
-import signal
-import struct
 import sys
-import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import NoReturn
 
-from megarl.rewards.scorer import (
-    Response,
-    Scorer,
-    ScorerError,
-    component_name,
-    load_scorer,
-    parts_of,
-    said,
+from megarl.rewards.frames import Began, Channel, Ready, Setup, Told, say
+from megarl.rewards.judge import Case, Judge, Loaded
+from megarl.rewards.limits import (
+    Memory,
+    adopt_orphans,
+    children_of,
+    die_with,
+    spare_the_machine,
 )
-from megarl.rewards.sources import Sources, loaded_since
+from megarl.rewards.surroundings import Surroundings
 
-HEADER = struct.Struct("<I")
-PR_SET_PDEATHSIG = 1
+MOST_CHILDREN = 256
+"""Processes that scorers may leave behind in a worker, ended ones too, before it is replaced.
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What a worker needs to know before its first response."""
-
-    sys_path: tuple[str, ...]
-    scorers: tuple[tuple[str, dict[str, Any]], ...]
-    """(name, options) of each scorer of the recipe."""
+They live as long as the worker: a scorer may have started a server that it asks each time."""
+MEMORY_SHARE = 0.75
+"""Of the memory it may use more: a worker that keeps so much of it between two responses is
+replaced. A leak does not become the error of the response at which it runs over."""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The scorers are loaded, from these sources."""
-
-    sources: Sources
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Scores of one response, or the failure of one scorer."""
-
-    components: dict[str, float]
-    detail: str
-    error: str | None
-    seconds: float
-    steps: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    """Scorer → its step scores, of those that gave any."""
-
-
-def write_frame(stream: BinaryIO, value: Any) -> None:
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(HEADER.pack(len(body)) + body)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> Any:
-    """The next frame; raises `EOFError` when the other side is gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        raise EOFError
-    (length,) = HEADER.unpack(header)
-    body = stream.read(length)
-    if len(body) < length:
-        raise EOFError
-    return pickle.loads(body)
-
-
-def judge(scorers: Sequence[tuple[str, Scorer]], response: Response) -> Verdict:
-    """Ask every scorer; the first that fails makes the verdict an error."""
-    started = time.perf_counter()
-    components: dict[str, float] = {}
-    details: list[str] = []
-    steps: dict[str, tuple[tuple[int, float], ...]] = {}
-    for name, scorer in scorers:
-        try:
-            parts = parts_of(scorer(response), len(response.token_ids))
-        # The pool's boundary, in a process for foreign code alone: whatever it raises, its
-        # `sys.exit()` and KeyboardInterrupt too, is a status.
-        except BaseException as error:
-            seconds = time.perf_counter() - started
-            return Verdict({}, "", f"{name}: {_describe(error)}", seconds)
-        components[name] = parts.total
-        if parts.steps:
-            steps[name] = parts.steps
-        if parts.detail and parts.detail not in details:
-            details.append(parts.detail)
-    return Verdict(components, "; ".join(details), None, time.perf_counter() - started, steps)
-
-
-def _describe(error: BaseException) -> str:
-    """`ValueError: what (file.py:12)`, one line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{said(error)} ({Path(last.filename).name}:{last.lineno})"
-
-
-def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes to the pool; afterwards, stdin is empty and stdout is stderr."""
-    reader = os.fdopen(os.dup(0), "rb")
-    writer = os.fdopen(os.dup(1), "wb")
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
-    os.close(empty)
-    return reader, writer
-
-
-def _die_with_parent() -> None:
-    """A rank that is killed leaves no worker behind, not even one stuck in a scorer (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def main() -> None:
-    _die_with_parent()
-    reader, writer = _take_over_streams()
+def main(
+    channel: Channel, setup: Setup, scorers: Sequence[Loaded], ready: Ready, keeper: int
+) -> NoReturn:
+    """The life of a worker whose parent is the process `keeper`; ends with the other side."""
+    pid = os.getpid()
+    code = 1
     try:
-        setup: Setup = read_frame(reader)
-        sys.path[:] = setup.sys_path
-        before = set(sys.modules)
-        try:
-            loaded = [(name, *load_scorer(name, options)) for name, options in setup.scorers]
-        except ScorerError as error:
-            write_frame(writer, str(error))
-            return
-        modules = [module for _, _, module in loaded]
-        write_frame(writer, Ready(loaded_since(before, modules)))
-        scorers = [(component_name(name), scorer) for name, scorer, _ in loaded]
+        die_with(keeper)
+        adopt_orphans()
+        spare_the_machine()
+        channel.send(ready)
+        _Worker(channel, setup, scorers).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        code = 0
+    except BaseException as error:  # the process ends here, and its parent's code must not go on
+        if os.getpid() == pid:
+            sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(code)
+
+
+class _Worker:
+    def __init__(self, channel: Channel, setup: Setup, scorers: Sequence[Loaded]) -> None:
+        self._channel, self._judge = channel, Judge(scorers)
+        self._pid = os.getpid()
+        self._is_spent = False
+        self._flow = None
+        if self._judge.awaited:  # asyncio is imported only where it is used
+            from megarl.rewards.flow import Flow
+
+            self._flow = Flow(self._judge, setup.deadline_seconds, self._began)
+        self._surroundings = Surroundings()
+        self._memory = Memory(setup.memory_bytes)
+
+    def serve(self) -> None:
+        size = self._judge.takes
         while True:
-            for response in read_frame(reader):
-                write_frame(writer, judge(scorers, response))
-    except (EOFError, BrokenPipeError):
-        return
+            tasks = self._next_tasks()
+            for at in range(0, len(tasks), size):
+                self._score(tasks[at : at + size])
 
+    def _next_tasks(self) -> list:
+        while (tasks := self._channel.take()) is None:
+            if self._flow is not None:
+                self._flow.run_until_readable(self._channel.fileno())
+            self._channel.read()
+        return tasks
 
-if __name__ == "__main__":
-    # Classes pickled by name must be those of the importable module, not of `__main__`.
-    from megarl.rewards.worker import main as imported_main
+    def _score(self, tasks: list) -> None:
+        cases = self._judge.ask(tasks, self._began)
+        if self._flow is None:
+            for case in cases:
+                self._tell(case)
+        else:
+            self._flow.add(cases, self._tell)
 
-    imported_main()
+    def _began(self, numbers: tuple[int, ...]) -> None:
+        # A worker that scores one response after the other is known to work on the first.
+        if self._flow is not None or self._judge.takes > 1:
+            self._send(Began(numbers))
+
+    def _tell(self, case: Case) -> None:
+        if case.out_of_memory:
+            self._memory.lift()
+        outcome = case.outcome(self._judge.titles)
+        self._send(Told(case.number, outcome, case.out_of_memory or self._is_used_up()))
+
+    def _is_used_up(self) -> bool:
+        if self._flow is None or self._flow.is_alone:
+            # While others are on their way, what is around may be theirs.
+            self._is_spent |= not self._surroundings.restore()
+        self._is_spent |= self._memory.share_used() > MEMORY_SHARE
+        self._is_spent |= len(children_of(self._pid)) > MOST_CHILDREN
+        self._is_spent |= self._flow is not None and bool(self._flow.abandoned)
+        return self._is_spent
+
+    def _send(self, frame: Began | Told) -> None:
+        self._judge.leave_if_forked()
+        if not self._channel.is_whole():
+            say("reward.scorers: a scorer closed the descriptors of its process")
+            os._exit(1)
+        self._channel.send(frame)

@@ -1,6 +1,6 @@
 """Known faults of rewards and verifiers: what is right, with the catalogue's numbers.
 
-Not covered here: the table of mathematical verdicts (there is no mathematical grader).
+Not covered here: other mathematical verdicts than the catalogue's (tests/rewards).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.contracts.records import RewardStatus, Scores
-from megarl.rewards import exact
+from megarl.rewards import exact, math_answer
 from megarl.rewards.score import RewardError
 from megarl.rewards.scorer import Response
 from tests.rewards.make_pool import GRADERS, child_processes, left_of, score, scoring
@@ -66,3 +66,41 @@ def test_saying_nothing_wins_nothing():
     for empty in ("", "  "):
         with pytest.raises(ValueError, match="no answer to compare with"):
             total("", empty)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("1/2", r"\frac12", True),
+        ("1/2", r"\dfrac{1}{2}", True),
+        ("1/2", "0.5", True),
+        ("1000", "1,000", True),
+        ("1000", "10^{3}", True),
+        ("-3", "3", False),
+        ("5", r"5\text{ cm}", True),
+        ("5", "x=5", True),
+        ("90", r"90^\circ", True),
+        ("1.5", r"1\frac{1}{2}", True),
+        ("(1,2)", "(2,1)", False),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("50", "0.5", False),
+        (r"28\%", "0.28", True),
+        ("4", r"4\sqrt{2}", False),
+        ("4", r"4\sqrt(2)", False),
+        ("1/2004!", "1/2006!", False),
+        ("2^{-99}", "2^{-98}", False),
+        ("3*x-1*y+13=0", "3x+4y+14=0", False),
+    ],
+)
+def test_mathematical_answers_are_judged_by_their_value(gold, answer, right):
+    """The four that graders with an absolute numeric tolerance or unmarked expressions accept are
+    among them: factorials, small powers, another line, a multiple."""
+    scorer = math_answer.make()
+    for text in (rf"\boxed{{{answer}}}", f"The answer is ${answer}$."):
+        assert scorer(Response(text, gold, "", True, "eos")).total == float(right)
+
+
+def test_percent_is_a_value_unless_the_recipe_says_a_number():
+    response = Response(r"\boxed{28}", r"28\%", "", True, "eos")
+    assert math_answer.make()(response).total == 0.0
+    assert math_answer.make(percent="number")(response).total == 1.0

@@ -1,17 +1,12 @@
-"""The scoring pool: statuses, rules, streaming, versions, and that nothing is left behind.
+"""The scoring pool: statuses, rules, streaming, versions.
 
-Deadlines with hung scorers are in `tests/known_faults/test_rewards.py`. Not covered: other systems
-than Linux, where a killed rank's busy workers outlive it.
+Not covered here: deadlines with hung scorers (`tests/known_faults/test_rewards.py`), processes that
+end (`test_processes.py`), scorers that harm their process (`test_rude.py`).
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +18,6 @@ from tests.rewards.make_pool import (
     GRADERS,
     Characters,
     child_processes,
-    is_running,
     left_of,
     prompt,
     sample,
@@ -203,7 +197,9 @@ def test_too_large_a_share_of_failures_names_the_commonest(obeying):
 @pytest.mark.parametrize(
     ("scorer", "why"),
     [
-        ("exact", "'exact' is no scorer; give one of exact_match, format, or your function"),
+        ("exact", "'exact' is no scorer; did you mean exact_match.*or your function as import"),
+        ("my_grader", "'my_grader' is no scorer; give one of exact_match, format,.*math, gsm8k"),
+        ({"name": "exact_match", "batch": 2}, "takes one response; batch is for own functions"),
         ("no.such:thing", "cannot import no.such:thing: ModuleNotFoundError"),
         (f"{GRADERS}:nothing", "has no attribute 'nothing'"),
         (f"{GRADERS}:NOT_A_FUNCTION", "is a int, not a function"),
@@ -265,86 +261,3 @@ def test_the_version_follows_code_options_weights_rules_and_libraries(tmp_path, 
     module.write_text(module.read_text() + "import yaml\n")
     others.append(version(own))
     assert len(set(same)) == 1 and len({same[0], *others}) == 6
-
-
-def test_code_that_changes_under_a_run_stops_it(tmp_path, monkeypatch):
-    module = tmp_path / "changing.py"
-    module.write_text("import os\ndef score(response): os._exit(1)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with scoring("changing:score") as pool:
-        module.write_text("def score(response): return 1.0\n")
-        pool.submit(sample("x"), prompt())
-        pool.submit(sample("y", 1), prompt())
-        with pytest.raises(ScorerError, match="code of a scorer changed while it is in use"):
-            pool.collect([(0, 0), (1, 0)])
-
-
-def test_closing_ends_workers_and_what_they_started():
-    before = child_processes()
-    pool = ScoringPool(section(OBEY, workers=2, deadline_seconds=60.0), Characters())
-    pool.submit(sample("child"), prompt())
-    until = time.monotonic() + 10
-    while len(child_processes() - before) < 3 and time.monotonic() < until:
-        time.sleep(0.05)
-    started = child_processes() - before
-    assert len(started) == 3
-    pool.close()
-    pool.close()
-    assert left_of(before) == [] and child_processes() <= before
-    # The grandchild was reparented, and dies a moment after it is told to.
-    until = time.monotonic() + 5
-    while (alive := [pid for pid in started if is_running(pid)]) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-def test_a_killed_rank_leaves_no_worker_not_even_a_stuck_one(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import sys, time\n"
-        "from tests.rewards.make_pool import *\n"
-        "pool = ScoringPool(section(GRADERS + ':obey', deadline_seconds=600.0), Characters())\n"
-        "pool.submit(sample('tower'), prompt())\n"
-        "time.sleep(0.3)\n"
-        "print(*child_processes(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    rank = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    workers = [int(pid) for pid in rank.stdout.readline().split()]
-    assert len(workers) == 1
-    os.kill(rank.pid, signal.SIGKILL)
-    rank.wait()
-    until = time.monotonic() + 5
-    while any(map(is_running, workers)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
-    rank.stdout.close()
-
-
-def test_a_training_script_is_not_run_again_by_workers(tmp_path):
-    """multiprocessing would import the parent's main script, with all its libraries."""
-    script = tmp_path / "main_script.py"
-    script.write_text(
-        "print('main runs', flush=True)\n"
-        "from tests.rewards.make_pool import *\n"
-        "with scoring('exact_match') as pool:\n"
-        "    (record,) = score(pool, ['46'])\n"
-        "print(record.total)\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.split("\n") == ["main runs", "1.0", ""]

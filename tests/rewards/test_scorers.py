@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.rewards import exact, format
-from megarl.rewards.scorer import Response, RewardParts, component_name, load_scorer
+from megarl.rewards.scorer import Response, RewardParts, load_scorer
 
 SUM = r"(?:^|so )(\d+)$"
 
@@ -62,5 +62,3 @@ def test_built_ins_and_own_functions_are_found_by_name():
     assert scorer(response("46")).total == 1.0 and module == "megarl.rewards.exact"
     own, module = load_scorer("tests.rewards.graders:length", {"per": 4.0})
     assert own(response("x")) == 0.0 and module == "tests.rewards.graders"
-    assert component_name("tests.rewards.graders:length") == "length"
-    assert component_name("exact_match") == "exact_match"

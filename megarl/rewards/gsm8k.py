@@ -1,0 +1,98 @@
+r"""`gsm8k`: 1 when the number a response ends on equals the prompt's number, exactly; else 0.
+
+Made for answers as in GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems"):
+a worked solution that ends on `#### 1,234`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from megarl.rewards.answer_text import after_thinking, last_box, last_said
+from megarl.rewards.exact import NOT_FINISHED
+from megarl.rewards.math_text import normal
+from megarl.rewards.math_value import Unreadable, plain_number
+from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
+
+UNREADABLE = "unreadable"
+NUMBER = re.compile(
+    r"(?<![\w.])(?:[-+]\s?)?(?:\\text\{\w+\}\s?)?(?:[-+]\s?)?"
+    r"(?:\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?(?:\s?/\s?\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})"
+)
+"""A number in normal spelling, with a sign and money before it."""
+MOST = 200
+"""Characters of a statement in which its number is looked for."""
+TAKES = ("stated", "last_number")
+
+
+def make(*, take: str = "stated", finished: bool = True) -> Scorer:
+    r"""Options:
+
+    - `take`: where the number stands. `stated`: after the last `####`, or in the last `\boxed{…}`,
+      whichever comes later; without either, there is no answer. `last_number`: without either, what
+      follows the last `answer is` or `Answer:`, and without that the last number of the response.
+    - `finished`: a response that was cut off scores 0.
+
+    What is stated must be one number; a sign, money, separators of thousands, a percent sign and
+    words around it are passed over (`$1,234.00 a day` is 1234). Numbers are compared as fractions:
+    72.0 is 72, 1/2 is 0.5, 0.333 is not 1/3. What stands before the last `</think>` is passed over.
+    A statement with no number, or with several, is wrong (`unreadable`).
+    """
+    if take not in TAKES:
+        raise ValueError(f"take must be {' or '.join(TAKES)}, not {take!r}")
+
+    def score(response: Response) -> RewardParts:
+        wanted = _gold(response.answer)
+        if finished and not response.finished:
+            return RewardParts(0.0, NOT_FINISHED)
+        text = after_thinking(response.text)
+        stated = _stated(text)
+        if stated is None and take == "last_number":
+            numbers = _numbers(last_said(text) or "") or _numbers(text[-2_000:])
+            return (
+                RewardParts(float(numbers[-1] == wanted))
+                if numbers
+                else RewardParts(0.0, NO_ANSWER)
+            )
+        if not stated:
+            return RewardParts(0.0, NO_ANSWER)
+        numbers = _numbers(stated) if len(stated) <= MOST else []
+        if len(numbers) != 1:
+            return RewardParts(0.0, UNREADABLE)
+        return RewardParts(float(numbers[0] == wanted))
+
+    return score
+
+
+def _stated(text: str) -> str | None:
+    """The statement that comes last: a line after `####`, or a box's content."""
+    before, marks, after = text.rpartition("####")
+    if not marks:
+        return last_box(text)
+    boxed = last_box(after)
+    return boxed if boxed is not None else after.strip().partition("\n")[0].strip()
+
+
+def _gold(answer: str) -> Fraction:
+    """The prompt's number; raises `ValueError`."""
+    if not answer.strip():
+        raise ValueError("the prompt has no answer to compare with")
+    stated = _stated(answer)
+    numbers = _numbers((answer if stated is None else stated)[:MOST])
+    if len(numbers) != 1:
+        raise ValueError(f"the prompt's answer {answer[-80:]!r} is not one number")
+    return numbers[0]
+
+
+def _numbers(text: str) -> list[Fraction]:
+    found = []
+    for match in NUMBER.finditer(normal(text)):
+        plain = re.sub(r"\\text\{\w+\}|[,\s]", "", match[0])
+        try:
+            value = plain_number(plain)
+        except Unreadable:
+            value = None  # a division by zero is no number
+        if value is not None:
+            found.append(value)
+    return found

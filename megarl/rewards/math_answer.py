@@ -1,0 +1,141 @@
+r"""`math`: 1 when the answer a response gives equals the prompt's as mathematics, else 0.
+
+Expressions are read by latex2sympy, the reader of math-verify; lists, sets, intervals, relations
+and units are taken apart before; values are not rounded. See `math_read` and `math_compare`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+from megarl.rewards.answer_text import after_thinking, last_box, last_line, last_said
+from megarl.rewards.exact import NOT_FINISHED
+from megarl.rewards.math_compare import Policy, same
+from megarl.rewards.math_read import MOST_READ, Reading, readings
+from megarl.rewards.math_text import normal
+from megarl.rewards.math_value import Unreadable, plain_number
+from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
+
+UNREADABLE = "unreadable"
+"""Detail of an answer that is no mathematics that can be compared: scored, and wrong."""
+
+TAKES: dict[str, Callable[[str], str | None]] = {
+    "stated": lambda text: found if (found := last_box(text)) is not None else last_said(text),
+    "boxed": last_box,
+    "said": last_said,
+    "last_line": last_line,
+    "whole": lambda text: text.strip(),
+}
+WARM = [
+    r"\frac{x^2+\sqrt{3}}{2}-2\pi",
+    r"\begin{pmatrix}1\\2\end{pmatrix}",
+    r"2\sin(x)+\ln 3",
+    "|x|",
+]
+"""Expressions that make the parser build most of its tables."""
+
+
+def make(
+    *,
+    take: str = "stated",
+    pattern: str | None = None,
+    finished: bool = True,
+    percent: str = "value",
+    units: str = "compare",
+    tolerance: float = 0.0,
+) -> Scorer:
+    r"""Options:
+
+    - `take`: where the answer stands. `stated`: in the last `\boxed{…}` whose braces balance;
+      without one, what follows the last `answer is`, `Answer:` or `####`, to the sentence's end.
+      `boxed` or `said`: only the one or the other. `last_line`: the last line that is not empty.
+      `whole`: the response. What stands before the last `</think>` is never looked at.
+    - `pattern`: instead, a regular expression with one group; the last match's group is the answer.
+    - `finished`: a response that was cut off scores 0.
+    - `percent`: `value`: 28% is 0.28 and nothing else. `number`: 28% is also the plain number 28.
+    - `units`: `compare`: units that both answers give must agree (5 m is 500 cm, not 5 cm); one
+      that only one of them gives is passed over. `ignore`: units are never looked at.
+    - `tolerance`: how far, relative to the prompt's answer, a real number may be from it. 0: not at
+      all; 0.333 is not 1/3, but 0.5 is 1/2.
+
+    A response that gives several answers wins only where the prompt's answer has as many.
+    An answer that cannot be read, or would take long to compare, is wrong (`unreadable`); a
+    prompt's answer that cannot be read cannot be scored: a ValueError.
+    """
+    _check_choice("take", take, TAKES)
+    _check_choice("percent", percent, ("value", "number"))
+    _check_choice("units", units, ("compare", "ignore"))
+    if not isinstance(tolerance, int | float) or not 0 <= tolerance < 1 or math.isnan(tolerance):
+        raise ValueError(f"tolerance must be a share from 0 to below 1, not {tolerance!r}")
+    find = TAKES[take] if pattern is None else _by_pattern(pattern)
+    policy = Policy(percent, units, float(tolerance))
+    for text in WARM:
+        same(_gold(text)[1][0], readings(normal(text))[0], policy)
+
+    def score(response: Response) -> RewardParts:
+        gold_text, gold = _gold(response.answer)
+        if finished and not response.finished:
+            return RewardParts(0.0, NOT_FINISHED)
+        found = find(after_thinking(response.text))
+        if not found or not found.strip():
+            return RewardParts(0.0, NO_ANSWER)
+        try:
+            text = _spelled(found)
+            if not text:
+                return RewardParts(0.0, NO_ANSWER)
+            if text == gold_text:
+                return RewardParts(1.0)
+            said = readings(text)
+        except Unreadable:
+            return RewardParts(0.0, UNREADABLE)
+        return RewardParts(float(any(same(a, b, policy) for a in gold for b in said)))
+
+    return score
+
+
+@lru_cache(maxsize=1024)
+def _gold(answer: str) -> tuple[str, list[Reading]]:
+    """The prompt's answer in normal spelling, and what it says; raises `ValueError`."""
+    boxed = last_box(answer)
+    try:
+        text = _spelled(answer if boxed is None else boxed)
+        if not text:
+            raise ValueError("the prompt has no answer to compare with")
+        return text, readings(text)
+    except Unreadable as error:
+        raise ValueError(f"the prompt's answer {answer[:80]!r} cannot be read: {error}") from error
+
+
+def _spelled(text: str) -> str:
+    """In normal spelling; raises `Unreadable` for what is too long, plain numbers aside."""
+    text = text.strip()
+    if len(text) > MOST_READ:
+        if plain_number(text) is None:
+            raise Unreadable(f"an answer of {len(text)} characters")
+        return text
+    return normal(text)
+
+
+def _by_pattern(pattern: str) -> Callable[[str], str | None]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    if expression.groups != 1:
+        raise ValueError(
+            f"pattern {pattern!r} has {expression.groups} groups; exactly one must hold the answer"
+        )
+
+    def find(text: str) -> str | None:
+        matches = expression.findall(text)
+        return matches[-1] if matches else None
+
+    return find
+
+
+def _check_choice(name: str, value: object, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(choices)}, not {value!r}")

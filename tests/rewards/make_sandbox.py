@@ -1,0 +1,67 @@
+"""Makers of sandboxes for tests, in each way that works here, and programs run in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.rewards.code_runner import EXITED
+from megarl.rewards.sandbox import ROOT, USER, Ended, Limits, Maker, can_be_others
+from megarl.rewards.sandbox_setup import why_not
+
+SMALL = Limits(case_seconds=30.0, cpu_seconds=5, memory_mb=128, file_mb=2, processes=8)
+
+
+TRY = """
+import os
+def attempt(what, *args):
+    try:
+        return what(*args)
+    except BaseException as error:
+        return type(error).__name__
+"""
+"""Begins programs that try what should fail."""
+
+
+@cache
+def maker(way: str) -> Maker:
+    """Skips the test where the way does not work.
+
+    Another user cannot read an interpreter in root's home: the system's is taken if it is the same.
+    """
+    if way == ROOT and not can_be_others():
+        pytest.skip("only root makes sandboxes this way")
+    tried = [Maker(way)]
+    system = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+    if way == USER and system.exists():
+        tried.append(Maker(way, os.path.realpath(system), ("/usr",)))
+    reasons = [why_not(one) for one in tried]
+    if None not in reasons:
+        pytest.skip(f"no sandbox as {way}: {reasons[-1]}")
+    return tried[reasons.index(None)]
+
+
+def case(text: str = "", *args: object, seconds: float = 60.0) -> dict[str, object]:
+    return {"input": text.encode(), "key": b"key", "seconds": seconds, "args": args, "kwargs": {}}
+
+
+def run(one: Maker, program: str, text: str = "", limits: Limits = SMALL) -> Ended:
+    """The program as a script, once."""
+    with one.start(program, "", limits) as sandbox:
+        return sandbox.run(case(text))
+
+
+def below() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def said(one: Maker, program: str, **keys: object) -> list[str]:
+    """Lines of a script that ends well."""
+    ended = run(one, program, **keys)
+    assert (ended.how, ended.code) == (EXITED, 0), ended
+    return ended.output.decode().splitlines()

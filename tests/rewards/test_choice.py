@@ -1,0 +1,107 @@
+"""The scorer `multiple_choice` against verdicts by hand.
+
+Not covered here: worker processes; options other than A to J.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.rewards import choice
+from megarl.rewards.scorer import Response, RewardParts
+
+SCORE = choice.make()
+CITIES = ["Paris", "London", "a cat", r"$\frac{1}{2}$"]
+
+
+def response(text: str, answer: str = "B", finished: bool = True, **metadata) -> Response:
+    end = "eos" if finished else "max_tokens"
+    return Response(text, answer, "Which?", finished, end, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{B}", r"so $\boxed{\text{(B)}}$.", r"\boxed{\textbf{(B)}\ 5}", "Answer: B",
+        "**Answer:** B", "**Answer: (B)**", "Answer:\nB", "The answer is B.", "the answer is b",
+        "The answer is (B) because", "The correct answer is option B", "The correct option is B.",
+        "I choose B", "Option B is correct.", "#### B", "B", "(B)", "**B**", "B.", "thus (B)",
+        "The answer is A. No, the answer is B.", "The best choice is B, since it works",
+        "The answer is B, not A.", "<think>(A) or (C)</think>(B)", r"\boxed{A}, no, \boxed{B}",
+        "So the answer is\n\n**B**", "the answer is $B$", "(B) it is. Yes, (B).",
+    ],
+)  # fmt: skip
+def test_the_option_stated_last(text):
+    assert SCORE(response(text)) == RewardParts(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "detail"),
+    [
+        ("The answer is B. No, the answer is A.", "B", ""), (r"\boxed{B}, no, \boxed{A}", "B", ""),
+        ("A or B", "B", "no_answer"), ("Answer: A or B", "A", "unreadable"),
+        ("Answer: A, B", "A", "unreadable"), ("Answer: A and B", "A", "unreadable"),
+        ("Answer: AB", "A", "unreadable"), ("The answer is A/B", "A", "unreadable"),
+        (r"\boxed{A, B}", "A", "unreadable"), (r"\boxed{A B}", "A", "unreadable"),
+        ("The answer is either A or B", "A", "unreadable"), ("(A) (B) (C)", "B", "unreadable"),
+        ("Answer: B (A)", "B", "unreadable"),
+        ("I think a cat is here", "A", "no_answer"), ("I think so", "I", "no_answer"),
+        ("The answer is a cat", "A", "unreadable"), ("The answer is A cat", "A", "unreadable"),
+        ("The answer is I think B", "I", "unreadable"), ("The answer is not B", "B", "unreadable"),
+        ("Answer: none", "B", "unreadable"),
+        (r"\boxed{}", "B", "no_answer"), ("", "B", "no_answer"),
+    ],
+)  # fmt: skip
+def test_another_option_several_or_none(text, gold, detail):
+    assert SCORE(response(text, gold)) == RewardParts(0.0, detail)
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "total"),
+    [
+        ("The answer is London", "B", 1.0), ("The answer is B", "London", 1.0),
+        ("The answer is B", "1", 1.0), ("The answer is (B) London.", "B", 1.0),
+        ("The answer is B. London", "B", 1.0), (r"\boxed{a cat}", "C", 1.0),
+        (r"\boxed{\dfrac12}", "D", 1.0), (r"\boxed{\frac{1}{2}}", "3", 1.0),
+        ("The answer is a cat", "A", 0.0), ("The answer is Paris", "B", 0.0),
+        ("The answer is (B) Paris", "B", 0.0), ("The answer is E", "B", 0.0),
+        ("The answer is Rome", "B", 0.0),
+    ],
+)  # fmt: skip
+def test_with_choices_a_text_or_number_may_stand_for_a_letter(text, gold, total):
+    assert SCORE(response(text, gold, choices=CITIES)).total == total
+
+
+def test_choices_may_be_a_mapping_and_have_another_key():
+    by_letter = {"A": "Paris", "B": "London"}
+    labelled = {"label": ["A", "B"], "text": ["Paris", "London"]}
+    for choices in (by_letter, labelled):
+        assert SCORE(response("Answer: London", choices=choices)).total == 1.0
+    other = choice.make(choices="options")
+    assert other(response("Answer: London", options=["Paris", "London"])).total == 1.0
+    assert other(response("Answer: London", choices=["Paris", "London"])).total == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "metadata"),
+    [
+        ("", {}), (" ", {}), ("K", {}), ("London", {}), ("1", {}), ("A or B", {}),
+        ("E", {"choices": CITIES}), ("4", {"choices": CITIES}), ("Rome", {"choices": CITIES}),
+        ("same", {"choices": ["same", "same"]}), ("A", {"choices": "Paris"}),
+        ("A", {"choices": {"first": "Paris"}}), ("A", {"choices": ["x"] * 11}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_scored_is_an_error(gold, metadata):
+    with pytest.raises(ValueError, match="the (prompt|row)'s|the prompt has no answer"):
+        SCORE(response("Answer: A", gold, **metadata))
+
+
+def test_a_response_that_was_cut_off_is_wrong_unless_told():
+    cut = response("Answer: B", finished=False)
+    assert SCORE(cut) == RewardParts(0.0, "not_finished")
+    assert choice.make(finished=False)(cut) == RewardParts(1.0)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="choices must be a row's key"):
+        choice.make(choices="")
