@@ -28,6 +28,7 @@ from megarl.data.cursor import PromptCursor
 from megarl.data.join import JoinCounts
 from megarl.data.prepare import Parity, ParityError
 from megarl.data.table import SampleTable
+from megarl.evaluation.probes import Probes
 from megarl.experience.store import ExperienceStore, SealHeader
 from megarl.exports import Exports
 from megarl.learnt import Learnt
@@ -86,6 +87,8 @@ class Run:
     """None where nothing is saved: a run that only collects, or trains from sealed experience."""
     exports: Exports | None = None
     """Hugging Face folders on the way; None where `checkpointer` is."""
+    probes: Probes = field(default_factory=Probes)
+    """Asked in evaluations only."""
     contracts: Mapping[str, str] = field(default_factory=dict)
     """What a position of this run is only good with."""
     start: Start | None = None
@@ -265,7 +268,10 @@ class Run:
         plan: IterationPlan,
     ) -> None:
         """Which prompts are drawn no more, and a word where this iteration has too few."""
-        told = quarantine_notes(self.quarantine.note(iteration, table, prompts))
+        self.cursor.note(table, prompts)
+        found = self.quarantine.note(iteration, table, prompts)
+        told = quarantine_notes(found)
+        told += self.cursor.emptied([item.prompt_id for item in found], self.quarantine.prompt_ids)
         for line in (*told, shortfall(iteration, self.recipe, plan)):
             if line is not None:
                 self.console.note(line)
@@ -323,6 +329,7 @@ class Run:
         drawn: dict[str, float] = {}
         if self.cursor is not None:
             drawn["rollout/epoch"] = self.cursor.epoch
+            drawn |= {f"rollout/epoch/{name}": told for name, told in self.cursor.epochs.items()}
             drawn["rollout/quarantined"] = float(len(self.quarantine.prompt_ids))
         line = {"iteration": iteration} | dict(row) | drawn | self._evaluation | times
         if self.metrics is not None:

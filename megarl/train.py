@@ -87,7 +87,7 @@ def sample(run: Run, iteration: int) -> Sampled:
     generation. Rounds go on, all by this version, until enough groups would train (DAPO,
     arXiv:2503.14476); by default there is one.
     """
-    rounds = Rounds(run.world, run.recipe, run.cursor, run.quarantine.prompt_ids)
+    rounds = Rounds(run.world, run.recipe, run.cursor, run.quarantine.prompt_ids, iteration)
     prompts = rounds.draw()
     with run.hybrid.generating(iteration, run.version, run.manifest) as generator:
         run.evaluate_if_due(iteration, generator)

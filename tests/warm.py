@@ -39,10 +39,12 @@ def run_ranks(
     environment: dict[str, str],
     timeout: float,
     entry: Callable[[], int] | None = None,
+    world: int | None = None,
 ) -> tuple[int, str]:
     """Ranks of one machine with a launch's `arguments`; (exit code, both streams of all ranks).
 
-    Each calls `entry`, by default `megarl.process.main`. The exit code is that of the first rank
+    Each calls `entry`, by default `megarl.process.main`, whose arguments say how many there are;
+    those of another entry need `world`. The exit code is that of the first rank
     that failed; the others then get SIGTERM. Raises `AssertionError` after `timeout` seconds, and
     where a process of the ranks outlives them.
     """
@@ -50,7 +52,7 @@ def run_ranks(
 
     from megarl.modes.launch import read_launch
 
-    world = read_launch(arguments).recipe.world.ranks
+    world = world or read_launch(arguments).recipe.world.ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout))
     with tempfile.TemporaryDirectory(prefix="megarl_", ignore_cleanup_errors=True) as folder:
@@ -110,7 +112,10 @@ def _left(folder: str) -> list[str]:
         return [one for one in every if folder in str((one.info["environ"] or {}).get(ERROR_FILE))]
 
     _, alive = psutil.wait_procs(found(), timeout=1)
-    return [str(one) for one in alive]
+    # What has ended and was not collected yet, as orphans are by and by, does not live.
+    every = psutil.process_iter(["status"])
+    living = {one.pid for one in every if one.info["status"] != psutil.STATUS_ZOMBIE}
+    return [str(one) for one in alive if one.pid in living]
 
 
 def _rank(

@@ -84,13 +84,13 @@ class Position:
     tensor_digests: dict[str, str]
     """The actor's, as `LearnerPosition.tensor_digests`."""
     cursor: dict[str, Any]
-    """What the prompt cursor has consumed, and of which data."""
+    """What the prompt cursor has consumed, and of which data (`PromptCursor.state`)."""
     quarantine: dict[str, Any]
     best: dict[str, Any] | None
     """The best held-out accuracy that was exported."""
     contracts: dict[str, str]
     """tokenizer (with chat template), model, critic, data, eval_data, sampling, scorer, algorithm
-    (functions of the recipe's own) → hash."""
+    and curriculum (functions of the recipe's own) → hash."""
     recipe: dict[str, Any]
     recipe_hash: str
     layout: dict[str, Any]
@@ -114,6 +114,8 @@ class Position:
     """As `model`, of the critic."""
     kl: dict[str, Any] = field(default_factory=dict)
     """What β of the KL penalty goes on from (`KlController.state`); empty: from the recipe's."""
+    curriculum: dict[str, Any] = field(default_factory=dict)
+    """How each prompt that was drawn went (`PromptHistory.state`); empty: without a curriculum."""
     dynamic_sampling: str = field(default=NO_LEFTOVERS)
     unconsumed_experience: str = field(default=NO_UNCONSUMED)
 

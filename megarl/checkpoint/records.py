@@ -117,7 +117,11 @@ def present_files(run_folder: Path) -> dict[str, list[str]]:
     """`eval_files`: the names in `eval/`, `export_names`: those in `exports/`, both sorted. What
     is half-written is not among them."""
     return {
-        "eval_files": sorted(path.name for path in (run_folder / EVAL_FOLDER).glob("*.jsonl")),
+        "eval_files": sorted(
+            path.name
+            for path in (run_folder / EVAL_FOLDER).glob("*")
+            if path.suffix in (".json", ".jsonl")
+        ),
         "export_names": sorted(
             path.name
             for path in (run_folder / EXPORTS_FOLDER).glob("*")

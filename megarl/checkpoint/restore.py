@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megarl.checkpoint.commit import CheckpointError
 from megarl.checkpoint.position import ADAM, LearnerPosition, Position, RolePosition
 from megarl.checkpoint.random_state import restore_random_state
@@ -19,11 +21,15 @@ from megarl.checkpoint.tensor_digests import manifest_of_role, tensor_digests
 from megarl.checkpoint.torch_dist import (
     Shards,
     load_tensors,
+    model_tensors,
     owned_tensors,
     rank_object,
     read_whole,
     share_weights,
 )
+from megarl.models.optimizer_state import holders_of
+from megarl.models.roles import Reference
+from megarl.world import World
 
 MOST_TOLD = 3
 
@@ -55,6 +61,29 @@ def restore_roles(
             _check_anchor(folder, position.reference, saver, declared)
     if same_world:
         restore_random_state(plain[RANDOM], saver.world.device)
+
+
+def restore_policy(folder: Path, position: Position, policy: Reference, world: World) -> None:
+    """The actor's weights from the checkpoint in `folder` into a policy without optimizer, in any
+    layout. Collective.
+
+    Raises `TensorsError` and `CheckpointError` on every rank, as `restore_roles` does.
+    """
+    weights = policy.named_parameters()
+    carried = {
+        name: shard
+        for name, shard in model_tensors(policy.model).items()
+        if dist.get_rank(holders_of(weights[name])) == 0
+    }
+    load_tensors(carried, folder / ACTOR)
+    share_weights(policy.model, {})
+    saved = position.actor.manifest
+    here = manifest_of_role(policy, saved.tensors[0].dtype, world)
+    if differing := saved.differences(here):
+        raise CheckpointError(
+            f"{folder / ACTOR}: the weights loaded are not those saved: {_first(differing)}; the "
+            "files are damaged: take another checkpoint"
+        )
 
 
 def _restore_learner(

@@ -42,8 +42,8 @@ MODEL, CRITIC, RECORDS, TOKENIZER = "model", "critic", "records", "tokenizer"
 _ROWS = tuple(
     f"data.{key}"
     for key in (
-        *("prompt_key", "answer_key", "source_key"),
-        *("template", "system_prompt", "max_prompt_tokens"),
+        *("prompt_key", "answer_key", "source_key", "reward_key"),
+        *("template", "system_prompt", "max_prompt_tokens", "max_row_bytes"),
     )
 )
 EXPLAINED_BY = {
@@ -58,6 +58,7 @@ EXPLAINED_BY = {
     ),
     "critic": ("algorithm.name",),
     "algorithm": ("algorithm.advantage", "algorithm.objective"),
+    "curriculum": ("data.curriculum",),
     "data": _ROWS,
     "eval_data": _ROWS,
 }

@@ -39,6 +39,7 @@ def position_of(run: Run, iteration: int, learners: Mapping[str, LearnerPosition
         trainer=learners[ACTOR].trainer,
         tensor_digests=learners[ACTOR].tensor_digests,
         cursor=run.cursor.state,
+        curriculum=run.cursor.history,
         quarantine=run.quarantine.state,
         best=None if run.exports is None else run.exports.state,
         contracts=dict(run.contracts),

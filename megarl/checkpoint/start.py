@@ -2,7 +2,7 @@
 
 start = take_up(…)              once inputs are loaded; every rank takes rank 0's word
 start.restore_roles(…)          once models are built
-start.restore_data(…)           cursor and quarantine
+start.restore_data(…)           cursor, curriculum's history and quarantine
 start.restore_controller(…)     the KL term's weight
 """
 
@@ -19,6 +19,7 @@ from megarl.checkpoint.position import Position
 from megarl.checkpoint.restore import restore_roles
 from megarl.checkpoint.resume import Resume, ResumeRefused, contents, let_through
 from megarl.checkpoint.saver import Checkpointer, layout_of
+from megarl.data.curriculum import KEY
 from megarl.data.cursor import PromptCursor
 from megarl.exports import Exports
 from megarl.observe.console import Console
@@ -67,8 +68,8 @@ class Start:
     def restore_data(
         self, cursor: PromptCursor, quarantine: Quarantine, note: Callable[[str], None]
     ) -> None:
-        """What was drawn and what is drawn no more. Another data set or seed, where it was allowed,
-        is drawn from its beginning."""
+        """What was drawn, how that went, and what is drawn no more. Another data set or seed, where
+        it was allowed, is drawn from its beginning."""
         if self.position is None:
             return
         mine, stored = cursor.state, self.position.cursor
@@ -82,6 +83,12 @@ class Start:
             cursor.restore(stored)
         if "fingerprint" not in changed:
             quarantine.restore(self.position.quarantine)
+            cursor.restore_history(self.position.curriculum)
+        if cursor.curriculum is not None and not cursor.curriculum.history.known:
+            note(
+                f"{KEY}: {cursor.curriculum.name} knows nothing of the {self.iteration} iterations "
+                "before: every prompt counts as one that was never drawn"
+            )
 
     def restore_exports(self, exports: Exports, note: Callable[[str], None]) -> None:
         """The best export as the position knows it. Collective."""

@@ -1,238 +1,332 @@
-"""Prompts: rows of a JSONL file, checked once at start.
+"""Prompts: rows of one or several sources, checked once at start.
 
 Every row becomes a `Prompt` with the very ids the engine executes, or a refusal with file, line and
-reason. Nothing is truncated and the order of the file is kept.
-
-Answers are text: an answer that is null, empty or not a string (a number, say) is refused, because
-what a number reads like (`7`, `7.0`, `1e3`) would be a guess.
+reason. Nothing is truncated and the order of sources and files is kept. Files are streamed
+(`data.readers`); what stays in memory are the usable rows.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from megarl.contracts.errors import InputError
-from megarl.contracts.hashes import bytes_hash, canonical_json
+import numpy as np
+from blake3 import blake3
+
+from megarl.contracts.hashes import canonical_json
 from megarl.contracts.records import Prompt
-from megarl.contracts.tokens import Tokens, TokensError, check_messages
+from megarl.contracts.template import NONE, Template
+from megarl.contracts.tokens import Tokens
+from megarl.data.readers import read_rows
+from megarl.data.refusals import KEPT, PromptError, Refusal, Refused, Tally
+from megarl.data.rows import Checked, RowChecks, checked_row
 from megarl.recipe.data import SourceSection
 
-SHOWN_REFUSALS = 5
+if TYPE_CHECKING:  # it compares sets
+    from megarl.data.overlap import Overlap
 
+__all__ = ["Progress", "PromptError", "PromptSet", "Refusal", "check_rewards"]
 
-class PromptError(InputError):
-    """Prompts that cannot be used as asked; the message says why."""
+Progress = Callable[[int, str], None]
+"""Told the rows that are done and the path of the file, a few times a second at most."""
 
-
-class Refusal(NamedTuple):
-    """One row that is left out."""
-
-    where: str
-    """`file:line`."""
-    why: str
-
-
-class _Refused(Exception):
-    """Raised inside the checks of one row: `kind` is counted, `why` is shown."""
-
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
-        self.kind, self.why = kind, why
+_BATCH_ROWS = 256
+_BATCH_CHARACTERS = 1 << 22
+"""Rows that become ids together: as many as both allow."""
+_SECONDS = 0.5
+"""Between two words on progress."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The usable rows of one file, in its order."""
+    """The usable rows of all sources, in their order."""
 
     rows: tuple[Prompt, ...]
     refusals: tuple[Refusal, ...]
+    """The first 10,000 rows that are left out."""
     refused: dict[str, int]
     """Kind of refusal → rows, e.g. `{"too_long": 2, "empty_answer": 1}`."""
     fingerprint: str
-    """Over ids, rendered token ids, answers, sources and metadata, in order."""
+    """Over ids, rendered token ids, answers, sources, metadata and reward names, in order, and over
+    the sources' weights where they have some."""
+    weights: tuple[float, ...] | None = None
+    """Of each source; None where every row comes once an epoch."""
+    sources: tuple[str, ...] = ("",)
+    """Names."""
+    source_of_row: np.ndarray | None = None
+    """int32 [rows], index into `sources`."""
+    number_of_row: np.ndarray | None = None
+    """int64 [rows], line or table row in its file, from 1."""
+    files: tuple[str, ...] = ()
+    """Path of each source."""
+    refused_of_source: tuple[int, ...] = ()
+    named: tuple[bool, ...] = ()
+    """Of each source, whether the recipe or its rows name their rewards."""
+    user_texts: tuple[str, ...] = ()
+    """Of each row, what the user wrote in all messages; of one message it is the row's text."""
+    template_hash: str = ""
+    overlap: Overlap | None = None
+    """Of held-out prompts, with those to train on."""
+
+    def __post_init__(self) -> None:
+        count = len(self.rows)
+        for name, dtype in (("source_of_row", np.int32), ("number_of_row", np.int64)):
+            value = getattr(self, name)
+            value = np.zeros(count, dtype) if value is None else np.asarray(value, dtype)
+            value.setflags(write=False)
+            object.__setattr__(self, name, value)
+        if not self.user_texts:
+            object.__setattr__(self, "user_texts", tuple(row.text for row in self.rows))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @staticmethod
-    def load(sources: Sequence[SourceSection], tokens: Tokens, section: Any) -> PromptSet:
+    def load(
+        sources: Sequence[SourceSection],
+        tokens: Tokens,
+        section: Any,
+        *,
+        progress: Progress | None = None,
+    ) -> PromptSet:
         """Read and check every row of `sources`, filled; `section` is the recipe's `data`.
 
-        Raises `PromptError` when a file is missing or has no usable row, and when the refused
-        share exceeds `section.max_refused_share`, naming the first rows and the count per kind.
+        Raises `PromptError` for a file that cannot be read as rows, for a source without a usable
+        row, and where the refused share of a source exceeds `section.max_refused_share`, naming
+        the first rows and the count per kind; `TokensError` for a template that cannot be used.
         """
-        rows: list[Prompt] = []
-        refusals: list[Refusal] = []
-        kinds: Counter[str] = Counter()
-        seen: dict[str, str] = {}
-        for source in sources:
-            path = Path(source.path)
-            if not path.is_file():
-                raise PromptError(
-                    f"{path} does not exist; set data.train or data.eval to a JSONL file"
-                )
-            reader = _Reader(source, tokens, section, seen)
-            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-                if not line.strip():
-                    continue
-                try:
-                    rows.append(reader.prompt(number, line))
-                except _Refused as refused:
-                    refusals.append(Refusal(f"{path}:{number}", refused.why))
-                    kinds[refused.kind] += 1
-            _check_share(path, len(rows), refusals, kinds, section.max_refused_share)
-        return PromptSet(tuple(rows), tuple(refusals), dict(kinds), _fingerprint(rows))
+        template = tokens.template(section.template)
+        weights = _weights(sources, template)
+        loading = _Loading(tokens, template, section, progress)
+        for index, source in enumerate(sources):
+            loading.read(index, source)
+        return loading.done(sources, weights)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Source → usable rows."""
+        found = np.bincount(self.source_of_row, minlength=len(self.sources))
+        return dict(zip(self.sources, found.tolist(), strict=True))
+
+    @property
+    def duplicates(self) -> int:
+        """Rows whose text an earlier row has too, to the letter."""
+        return len(self.user_texts) - len(set(self.user_texts))
+
+    def place(self, row: int) -> str:
+        """`file:line` of a row."""
+        file = self.files[self.source_of_row[row]] if self.files else ""
+        return f"{file}:{self.number_of_row[row]}"
+
+    def facts(self) -> dict[str, Any]:
+        """What `data.json` says of the set; plain JSON."""
+        refused = dict(zip(self.sources, self.refused_of_source, strict=False))
+        sources = {
+            name: {"rows": rows, "refused": refused.get(name, 0)}
+            for name, rows in self.counts.items()
+        }
+        for name, weight in zip(self.sources, self.weights or (), strict=False):
+            sources[name]["weight"] = weight
+        facts: dict[str, Any] = {
+            "files": list(self.files),
+            "fingerprint": self.fingerprint,
+            "rows": len(self.rows),
+            "sources": sources,
+            "duplicates": self.duplicates,
+            "template": self.template_hash,
+            "refused_by_kind": self.refused,
+            "refused": [f"{where}: {why}" for where, why in self.refusals],
+        }
+        return facts if self.overlap is None else facts | {"overlap": self.overlap.facts()}
+
+    def notes(self) -> list[str]:
+        """What a person should hear of the set, a line each."""
+        told = []
+        count = sum(self.refused.values())
+        if count:
+            first = self.refusals[0]
+            told.append(
+                f"{count} rows of {', '.join(self.files)} refused, see data.json; "
+                f"first {first.where}: {first.why}"
+            )
+        if self.duplicates:
+            told.append(
+                f"{self.duplicates} of {len(self)} prompts of {', '.join(self.files)} have the "
+                "text of an earlier one; each is a prompt of its own"
+            )
+        return told if self.overlap is None else [*told, *self.overlap.notes()]
 
 
-class _Reader:
-    """Turns one line at a time into a `Prompt`; remembers the ids it has seen."""
+def check_rewards(prompts: PromptSet, section: Any, *, held_out: bool = False) -> None:
+    """Raise `PromptError` where no scorer says anything of a row, naming the first such row.
+
+    `section` is the recipe's `reward`. A row to train on needs a scorer of a weight other than 0, a
+    held-out row any scorer. Where scorers are meant for some reward names (`only`), a name that
+    the recipe or a row gives must be one of these: mistyped, it would silently be scored by the
+    others alone.
+    """
+    listed = {name for scorer in section.scorers for name in scorer.only}
+    known = f"names in `only` are {', '.join(sorted(listed)) or 'none'}"
+    fine: set[tuple[bool, str]] = set()
+    for row, prompt in enumerate(prompts.rows):
+        named = bool(prompts.named) and prompts.named[prompts.source_of_row[row]]
+        if (named, prompt.reward) in fine:
+            continue
+        where = f"{prompts.place(row)}: the row's reward name {prompt.reward!r}"
+        scorers = [scorer for scorer in section.scorers if scorer.scores(prompt.reward)]
+        if not held_out and scorers and not any(scorer.weight for scorer in scorers):
+            raise PromptError(f"{where} is scored by scorers of weight 0 only; give one a weight")
+        if not scorers:
+            raise PromptError(
+                f"{where} is scored by no scorer of reward.scorers; {known}; add it to one, or set "
+                "the source's `reward`"
+            )
+        if named and listed and prompt.reward not in listed:
+            raise PromptError(
+                f"{where} is in no scorer's `only`, so that only the scorers for all rows would "
+                f"score it; {known}; correct the name or add it to a scorer"
+            )
+        fine.add((named, prompt.reward))
+
+
+def _weights(sources: Sequence[SourceSection], template: Template) -> tuple[float, ...] | None:
+    """The sources' weights. Raises `PromptError` for sources that do not go together."""
+    paths: dict[str | None, str] = {}
+    for source in sources:
+        if source.name in paths:
+            raise PromptError(
+                f"two sources are called {source.name!r}: {paths[source.name]} and {source.path}; "
+                "set `name` of one"
+            )
+        paths[source.name] = source.path
+        if template.text is None and source.system_prompt is not None:
+            raise PromptError(
+                f"{source.path}: a system prompt needs a chat template, data.template is "
+                f'"{NONE}"; leave one of them out'
+            )
+    weights = [source.weight for source in sources]
+    if all(weight is None for weight in weights):
+        return None
+    if None in weights:
+        name = sources[weights.index(None)].name
+        raise PromptError(f"source {name!r} has no weight, others have; give all or none a weight")
+    return tuple(weights)
+
+
+class _Loading:
+    """The set while it is read, source after source."""
 
     def __init__(
-        self, source: SourceSection, tokens: Tokens, section: Any, seen: dict[str, str]
+        self, tokens: Tokens, template: Template, section: Any, progress: Progress | None
     ) -> None:
-        self._source, self._tokens, self._section, self._seen = source, tokens, section, seen
+        self._tokens, self._template, self._section = tokens, template, section
+        self._progress, self._told = progress, time.monotonic()
+        self._done = 0
+        self._seen: dict[str, str] = {}
+        self._rows: list[Prompt] = []
+        self._user_texts: list[str] = []
+        self._sources: list[int] = []
+        self._numbers: list[int] = []
+        self._refusals: list[Refusal] = []
+        self._tallies: list[Tally] = []
+        self._hasher = blake3()
+        # One object for each id: a row's ids then cost 8 bytes each, not 36.
+        self._ids = list(range(tokens.vocab_size))
 
-    def prompt(self, number: int, line: bytes) -> Prompt:
-        section = self._source
-        row = _parse(line)
-        prompt_id = self._claim_id(row, number)
-        prompt = _required(row, section.prompt_key, "prompt")
-        answer = _required(row, section.answer_key, "answer")
-        _check_text(row)
-        if not isinstance(answer, str):
-            kind = type(answer).__name__
-            raise _Refused(
-                "answer_not_text", f'"{section.answer_key}" must be a string, not {kind} {answer!r}'
-            )
-        if not answer.strip():
-            raise _Refused("empty_answer", f'"{section.answer_key}" is empty')
-        token_ids = self._render(prompt)
-        own = {section.prompt_key, section.answer_key, section.source_key, section.reward_key, "id"}
-        name = self._source_name(row)
-        return Prompt(
-            prompt_id=prompt_id,
-            source=name,
-            text=prompt if isinstance(prompt, str) else prompt[-1]["content"],
-            token_ids=token_ids,
-            answer=answer,
-            metadata={key: value for key, value in row.items() if key not in own},
-            reward=section.reward or name,
+    def read(self, index: int, source: SourceSection) -> None:
+        """Raises `PromptError`."""
+        tally = Tally(source.path)
+        self._tallies.append(tally)
+        checks = RowChecks(source, self._tokens, self._template, self._section, self._seen)
+        limit = self._section.max_row_bytes
+        waiting: list[tuple[int, Checked | Refused]] = []
+        characters = 0
+        for number, raw in read_rows(source, limit):
+            try:
+                row = checked_row(raw, limit)
+                tally.keys(row)
+                found: Checked | Refused = checks.check(number, row)
+                characters += len(found.rendered)
+            except Refused as refused:
+                found = refused
+            waiting.append((number, found))
+            if len(waiting) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+                self._take(index, checks, waiting)
+                waiting, characters = [], 0
+        self._take(index, checks, waiting)
+        tally.check(self._section.max_refused_share)
+
+    def _take(
+        self, index: int, checks: RowChecks, waiting: Sequence[tuple[int, Checked | Refused]]
+    ) -> None:
+        """Rows become prompts together, in the order of the file."""
+        tally = self._tallies[index]
+        texts = [row.rendered for _, row in waiting if isinstance(row, Checked)]
+        ids = iter(self._tokens.executed(texts))
+        for number, row in waiting:
+            try:
+                if isinstance(row, Refused):
+                    raise row
+                prompt = checks.prompt(row, self._shared(next(ids)))
+            except Refused as refused:
+                refusal = Refusal(f"{tally.path}:{number}", refused.why)
+                tally.refuse(refusal, refused.kind)
+                if len(self._refusals) < KEPT:
+                    self._refusals.append(refusal)
+                continue
+            tally.kept += 1
+            self._rows.append(prompt)
+            self._user_texts.append(row.user_text)
+            self._sources.append(index)
+            self._numbers.append(number)
+            self._hasher.update(_fingerprint_line(prompt))
+        self._tell(len(waiting), tally.path)
+
+    def _shared(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        size = len(self._ids)
+        return tuple([self._ids[id_] if id_ < size else id_ for id_ in ids])
+
+    def _tell(self, more: int, path: str) -> None:
+        self._done += more
+        now = time.monotonic()
+        if self._progress is not None and now - self._told >= _SECONDS:
+            self._told = now
+            self._progress(self._done, path)
+
+    def done(
+        self, sources: Sequence[SourceSection], weights: tuple[float, ...] | None
+    ) -> PromptSet:
+        """The whole set."""
+        if weights is not None:
+            told = [
+                [source.name, weight, tally.kept]
+                for source, weight, tally in zip(sources, weights, self._tallies, strict=True)
+            ]
+            self._hasher.update(canonical_json({"weights": told}).encode() + b"\n")
+        kinds = sum((tally.kinds for tally in self._tallies), Counter())
+        return PromptSet(
+            rows=tuple(self._rows),
+            refusals=tuple(self._refusals),
+            refused=dict(kinds),
+            fingerprint="blake3:" + self._hasher.hexdigest(),
+            weights=weights,
+            sources=tuple(str(source.name) for source in sources),
+            source_of_row=np.array(self._sources, np.int32),
+            number_of_row=np.array(self._numbers, np.int64),
+            files=tuple(source.path for source in sources),
+            refused_of_source=tuple(tally.kinds.total() for tally in self._tallies),
+            named=tuple(bool(source.reward or source.reward_key) for source in sources),
+            user_texts=tuple(self._user_texts),
+            template_hash=self._template.hash,
         )
 
-    def _claim_id(self, row: dict[str, Any], number: int) -> str:
-        given = row.get("id")
-        if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
-            raise _Refused("bad_id", f'"id" must be a string or an integer, not {given!r}')
-        prompt_id = f"{self._source.name}:{number}" if given in (None, "") else str(given)
-        here = f"{self._source.path}:{number}"
-        first = self._seen.setdefault(prompt_id, here)
-        if first != here:
-            raise _Refused("duplicate_id", f"id {prompt_id!r} is taken by {first}")
-        return prompt_id
 
-    def _source_name(self, row: dict[str, Any]) -> str:
-        key = self._source.source_key
-        if key is None:
-            return self._source.name
-        source = _required(row, key, "source")
-        if not isinstance(source, str):
-            raise _Refused("bad_source", f'"{key}" must be a string, not {source!r}')
-        return source
-
-    def _render(self, prompt: Any) -> tuple[int, ...]:
-        section, source = self._section, self._source
-        if not isinstance(prompt, str):
-            try:
-                check_messages(prompt)
-            except TokensError as error:
-                raise _Refused("bad_messages", f'"{source.prompt_key}": {error}') from error
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        if not text.strip():
-            raise _Refused("empty_prompt", f'"{source.prompt_key}" is empty')
-        # Without a template no row could be rendered: that is the folder's fault, not the row's.
-        if section.template == "model" and self._tokens.chat_template is None:
-            return self._tokens.render(prompt, section.template, source.system_prompt)
-        try:
-            ids = self._tokens.render(prompt, section.template, source.system_prompt)
-        except TokensError as error:
-            raise _Refused("template", str(error)) from error
-        if len(ids) > section.max_prompt_tokens:
-            raise _Refused(
-                "too_long",
-                f"prompt of {len(ids)} tokens, data.max_prompt_tokens is "
-                f"{section.max_prompt_tokens}",
-            )
-        largest = max(ids, default=-1)
-        if largest >= self._tokens.vocab_size:
-            raise _Refused(
-                "outside_vocabulary",
-                f"token id {largest} is outside the model's vocabulary of "
-                f"{self._tokens.vocab_size}",
-            )
-        return ids
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise _Refused("not_utf8", f"byte {error.start} is not UTF-8") from error
-    except ValueError as error:
-        raise _Refused("malformed_json", f"not JSON: {error}") from error
-    except RecursionError as error:
-        raise _Refused("malformed_json", "JSON nested too deeply") from error
-    if not isinstance(row, dict):
-        raise _Refused("malformed_json", f"a row must be a JSON object, not {type(row).__name__}")
-    return row
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _required(row: dict[str, Any], key: str, kind: str) -> Any:
-    if key not in row:
-        raise _Refused(f"missing_{kind}", f'no "{key}"; keys are {sorted(row)}')
-    if row[key] is None:
-        raise _Refused(f"null_{kind}", f'"{key}" is null')
-    return row[key]
-
-
-def _check_text(row: dict[str, Any]) -> None:
-    """JSON may escape half a surrogate pair: no text, no tokenizer reads it."""
-    for key, value in row.items():
-        try:
-            json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise _Refused("lone_surrogate", f"{key!r} holds half a surrogate pair") from error
-        except ValueError as error:  # 1e999 reads as infinity
-            raise _Refused("malformed_json", f"{key!r} holds a number beyond floats") from error
-
-
-def _check_share(
-    path: Path, kept: int, refusals: list[Refusal], kinds: Counter[str], limit: float
-) -> None:
-    total = kept + len(refusals)
-    if kept and len(refusals) <= limit * total:
-        return
-    if not total:
-        raise PromptError(f"{path} holds no rows")
-    shown = "; ".join(f"{where}: {why}" for where, why in refusals[:SHOWN_REFUSALS])
-    more = f"; and {len(refusals) - SHOWN_REFUSALS} more" * (len(refusals) > SHOWN_REFUSALS)
-    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-    raise PromptError(
-        f"{path}: {len(refusals)} of {total} rows refused ({counts}), "
-        f"data.max_refused_share is {limit:g}: {shown}{more}"
-    )
-
-
-def _fingerprint(rows: list[Prompt]) -> str:
-    return bytes_hash(
-        canonical_json([r.prompt_id, r.token_ids, r.answer, r.source, r.metadata]).encode() + b"\n"
-        for r in rows
-    )
+def _fingerprint_line(prompt: Prompt) -> bytes:
+    """A reward name that is the source's, as it is where nobody gives one, is left out."""
+    told = [prompt.prompt_id, prompt.token_ids, prompt.answer, prompt.source, prompt.metadata]
+    if prompt.reward != prompt.source:
+        told.append(prompt.reward)
+    return canonical_json(told).encode() + b"\n"

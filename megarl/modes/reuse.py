@@ -145,6 +145,9 @@ def _refusals(
     compared += [
         (f"data {key}", facts.drawn.cursor[key], cursor[key]) for key in ("fingerprint", "seed")
     ]
+    if run.start is not None and run.start.position is not None:
+        drawn_by = run.start.position.contracts.get("curriculum")
+        compared.append(("prompts of curriculum", drawn_by, run.contracts.get("curriculum")))
     for what, sealed, at_hand in compared:
         if sealed != at_hand:
             yield _refusal(facts, what, sealed, at_hand)

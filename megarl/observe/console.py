@@ -23,6 +23,8 @@ REFRESHES_PER_SECOND = 4
 PANEL_WIDTH = 78
 LABEL_WIDTH = 11
 GAP = "   "
+PROGRESS_SECONDS = 10.0
+"""Between two lines on a stage's progress, in plain mode."""
 RECENT = 40
 """Iterations that the sparkline shows."""
 ETA_ITERATIONS = 10
@@ -96,6 +98,7 @@ class Console:
         self._headed = False
         self._stages: set[str] = set()
         self._stage, self._stage_since = "", clock()
+        self._progress_since = clock()
         self._started = clock()
         self._row: Mapping[str, Any] = {}
         self._first_evaluation: Mapping[str, Any] = {}
@@ -114,11 +117,21 @@ class Console:
     def stage(self, name: str) -> None:
         """What the run does now. Plain mode prints it, once each, until the heading is there."""
         self._stage, self._stage_since = name, self._clock()
+        self._progress_since = self._stage_since
         if self._on and self._rich and self._live is None:
             self._start_live()
         elif self._on and not self._rich and not self._headed and name not in self._stages:
             self._print(f"{name} …")
         self._stages.add(name)
+
+    def progress(self, text: str) -> None:
+        """How far the stage is, in its place in the panel; plain mode prints a line every ten
+        seconds at most."""
+        if self._rich:
+            self._stage = text
+        elif self._on and self._clock() - self._progress_since >= PROGRESS_SECONDS:
+            self._progress_since = self._clock()
+            self._print(f"{text} …")
 
     def iteration(self, row: Mapping[str, Any]) -> None:
         """An iteration is done: `row` is its row of metrics."""

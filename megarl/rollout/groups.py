@@ -136,6 +136,8 @@ class IterationPlan:
     """bool [N], rows that enter a group's statistics: the trained, and masked cut off ones."""
     rewards: np.ndarray
     """float64 [N], outcome totals after overlong shaping; NaN where a row is not scored."""
+    sources: tuple[str, ...] = ()
+    """Of each drawn prompt, by draw index; empty where nobody said."""
     critic: UpdatePlan | None = None
     """The critic's own packs of the same minibatches and owners; None: it takes the actor's."""
 
@@ -207,6 +209,7 @@ def plan_iteration(
         trained,
         selection.compared,
         rewards,
+        () if drawn is None else tuple(drawn.sources),
         _critic_packs(update, table, recipe, critic_even_length),
     )
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from megarl.contracts.hashes import contract_hash
 from megarl.contracts.records import Prompt, RewardRecord
 from megarl.contracts.samples import Samples
+from megarl.data.curriculum import KEY, CurriculumError
 from megarl.data.cursor import PromptCursor
 from megarl.data.exchange import gather_table
 from megarl.data.prompts import PromptError
@@ -49,6 +51,7 @@ class Rounds:
     cursor: PromptCursor
     excluded: Collection[str]
     """Prompt ids that are not drawn."""
+    iteration: int
     prompts: list[Prompt] = field(default_factory=list, init=False)
     """All that were drawn, by draw index."""
     informative: int = field(default=0, init=False)
@@ -61,7 +64,7 @@ class Rounds:
     _records: list[list[RewardRecord]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.cursor.begin()
+        self.cursor.begin(self.iteration)
 
     @property
     def may_go_on(self) -> bool:
@@ -69,21 +72,50 @@ class Rounds:
         return self.done < self.recipe.algorithm.dynamic_sampling.max_rounds
 
     def draw(self) -> tuple[Prompt, ...]:
-        """The next round's prompts; none when there are enough groups, rounds or rows.
+        """The next round's prompts; none when there are enough groups, rounds or rows. Collective.
 
-        Raises `PromptError` when the first round finds no prompt at all.
+        Raises `PromptError` when the first round finds no prompt at all, `CurriculumError` for a
+        curriculum that fails on some rank or answers otherwise there; each on every rank.
         """
         target = self.recipe.rollout.prompts_per_iteration
         missing = target - self.informative
         if missing <= 0 or not self.may_go_on:
             return ()
         count = prompts_wanted(missing, self.informative, len(self.prompts), target)
-        drawn = self.cursor.draw(count, self.excluded)
-        if not drawn and not self.done:
+        drawn = self._drawn(count)
+        if drawn or self.done:
+            return drawn
+        if self.cursor.curriculum is not None:
             raise PromptError(
-                "every training prompt is in quarantine: none could be scored; "
-                "see quarantine.jsonl, mend the scorer or the rows, or raise "
-                "reward.quarantine_after"
+                f"{KEY}: {self.cursor.curriculum.name} refuses every training prompt that is not "
+                f"in quarantine in iteration {self.iteration}: let it keep some"
+            )
+        raise PromptError(
+            "every training prompt is in quarantine: none could be scored; "
+            "see quarantine.jsonl, mend the scorer or the rows, or raise "
+            "reward.quarantine_after"
+        )
+
+    def _drawn(self, count: int) -> tuple[Prompt, ...]:
+        """The cursor's next prompts. Where foreign code had a say, ranks agree on what they are."""
+        if self.cursor.curriculum is None:
+            return self.cursor.draw(count, self.excluded)
+        problem, drawn = None, ()
+        try:
+            drawn = self.cursor.draw(count, self.excluded)
+        except CurriculumError as error:  # raised below, on every rank
+            problem = str(error)
+        mine = contract_hash([[prompt.prompt_id for prompt in drawn], self.cursor.state])
+        told = self.world.gather((problem, mine))
+        for problem, _ in told:
+            if problem is not None:
+                raise CurriculumError(problem)
+        other = [rank for rank, (_, theirs) in enumerate(told) if theirs != told[0][1]]
+        if other:
+            raise CurriculumError(
+                f"{KEY}: {self.cursor.curriculum.name} keeps other prompts on rank {other[0]} than "
+                f"on rank 0 in iteration {self.iteration}; it must follow from its arguments "
+                "alone: keep no state, use no time, rank or random numbers"
             )
         return drawn
 
@@ -173,8 +205,11 @@ def shortfall(iteration: int, recipe: Recipe, plan: IterationPlan) -> str | None
             f"{target} informative groups in {counts['groups']} prompts of {rounds} rounds; {why}"
         )
     if counts["groups"] < target:
+        why = "are in quarantine"
+        if recipe.data.curriculum is not None:
+            why += f", or refused by {KEY}"
         return (
             f"iteration {iteration}: only {counts['groups']} of {target} prompts are left, the "
-            "others are in quarantine"
+            f"others {why}"
         )
     return None

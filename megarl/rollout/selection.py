@@ -65,6 +65,8 @@ class Selection:
     compared: np.ndarray
     """bool [N], rows that enter a group's statistics: those that train, and cut off ones that are
     compared and masked."""
+    equal: np.ndarray
+    """bool [N], rows of a group of two or more sound rows whose rewards are equal."""
     group_size: np.ndarray  # int64 [N], rows of the sample's group that train
     counts: dict[str, int]
     """For metrics: `groups`, `groups_informative` (fit to train), `groups_trained`,
@@ -152,6 +154,7 @@ def select_groups(
         verdict=verdict,
         kept=kept,
         compared=kept | (verdict == TRUNCATED),
+        equal=equal[member],
         group_size=trained[member],
         counts=counts,
     )

@@ -1,39 +1,35 @@
-"""Prompt rows: what is read, what is refused.
+"""Sets of prompts: order, ids, sources, shares of refused rows, fingerprints.
 
-The refusal table of the fault catalogue is in `tests/known_faults/test_data.py`. Not covered: files
-too large for memory.
+The refusal table of the fault catalogue is in `tests/known_faults/test_data.py`, formats in
+`test_readers.py` and `test_parquet.py`, single rows in `test_rows.py`. Not covered: what a
+run draws from several sources (`test_cursor.py`).
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megarl.contracts.hashes import bytes_hash, canonical_json
 from megarl.contracts.tokens import Tokens, TokensError
+from megarl.data import prompts as prompts_module
+from megarl.data import refusals
 from megarl.data.prompts import PromptError, PromptSet
-from megarl.recipe.sections import DataSection
-from tests.contracts.tokenizer_folders import character_folder
-
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
+from tests.contracts.tokenizer_folders import (
+    character_folder,
+    metaspace_folder,
+    sentencepiece_folder,
+)
+from tests.data.prompt_files import TEMPLATE, load, section, two_files, write
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return Tokens.load(character_folder(tmp_path_factory.mktemp("characters"), TEMPLATE))
-
-
-def section(**keys: Any) -> DataSection:
-    return DataSection(**{"train": "x", "max_prompt_tokens": 20, "max_refused_share": 1.0} | keys)
-
-
-def write(path: Path, *rows: dict | str) -> Path:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def test_rows_keep_order_ids_sources_and_other_keys(tokens, tmp_path):
@@ -44,9 +40,7 @@ def test_rows_keep_order_ids_sources_and_other_keys(tokens, tmp_path):
         {"q": [{"role": "user", "content": "two"}], "a": "2", "kind": "hard"},
         {"q": "three", "a": "3", "id": 7, "kind": "hard"},
     )
-    loaded = PromptSet.load(
-        path, tokens, section(prompt_key="q", answer_key="a", source_key="kind")
-    )
+    loaded = load(path, tokens, prompt_key="q", answer_key="a", source_key="kind")
     assert [row.prompt_id for row in loaded.rows] == ["first", "sums:3", "7"]
     assert [row.text for row in loaded.rows] == ["one", "two", "three"]
     assert [row.source for row in loaded.rows] == ["easy", "hard", "hard"]
@@ -58,7 +52,7 @@ def test_rows_keep_order_ids_sources_and_other_keys(tokens, tmp_path):
 
 def test_the_source_is_the_files_name_unless_a_key_says_otherwise(tokens, tmp_path):
     path = write(tmp_path / "sums.jsonl", {"prompt": "one", "answer": "1"})
-    assert PromptSet.load(path, tokens, section()).rows[0].source == "sums"
+    assert load(path, tokens).rows[0].source == "sums"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,7 @@ def test_the_source_is_the_files_name_unless_a_key_says_otherwise(tokens, tmp_pa
 )
 def test_a_bad_row_is_refused_with_its_line_and_reason(tokens, tmp_path, line, kind, why):
     path = write(tmp_path / "rows.jsonl", {"prompt": "good", "answer": "1"}, line)
-    loaded = PromptSet.load(path, tokens, section())
+    loaded = load(path, tokens)
     if kind is None:
         assert len(loaded) == 2
         return
@@ -92,14 +86,14 @@ def test_bytes_that_are_no_text_are_refused_and_a_byte_order_mark_is_not(tokens,
     path = tmp_path / "rows.jsonl"
     good = b'{"prompt": "x", "answer": "1"}\r\n'
     path.write_bytes(b"\xef\xbb\xbf" + good + b'{"prompt": "\xff", "answer": "1"}\n')
-    loaded = PromptSet.load(path, tokens, section())
+    loaded = load(path, tokens)
     assert len(loaded) == 1 and loaded.refused == {"not_utf8": 1}
 
 
 def test_a_separator_inside_a_string_ends_no_line(tokens, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a\u2028b", "answer": "1"}, ensure_ascii=False))
-    assert PromptSet.load(path, tokens, section()).rows[0].text == "a\u2028b"
+    assert load(path, tokens).rows[0].text == "a\u2028b"
 
 
 def test_ids_outside_the_models_vocabulary_are_refused(tokens, tmp_path):
@@ -107,7 +101,7 @@ def test_ids_outside_the_models_vocabulary_are_refused(tokens, tmp_path):
     path = write(
         tmp_path / "rows.jsonl", {"prompt": "!!", "answer": "1"}, {"prompt": "~", "answer": "1"}
     )
-    loaded = PromptSet.load(path, narrow, section())
+    loaded = load(path, narrow)
     assert len(loaded) == 1 and loaded.refused == {"outside_vocabulary": 1}
     assert "outside the model's vocabulary of 90" in loaded.refusals[0].why
 
@@ -116,9 +110,9 @@ def test_too_large_a_refused_share_stops_and_names_the_first_rows(tokens, tmp_pa
     good = [{"prompt": "x", "answer": "1"}] * 13
     bad = [{"prompt": "x", "answer": ""}] * 6 + [{"prompt": "", "answer": "1"}]
     path = write(tmp_path / "rows.jsonl", *bad, *good)
-    assert len(PromptSet.load(path, tokens, section(max_refused_share=0.35))) == 13
+    assert len(load(path, tokens, max_refused_share=0.35)) == 13
     with pytest.raises(PromptError) as caught:
-        PromptSet.load(path, tokens, section(max_refused_share=0.34))
+        load(path, tokens, max_refused_share=0.34)
     message = str(caught.value)
     assert "7 of 20 rows refused (empty_answer 6, empty_prompt 1)" in message
     assert f"{path}:1" in message and f"{path}:5" in message and "and 2 more" in message
@@ -127,27 +121,167 @@ def test_too_large_a_refused_share_stops_and_names_the_first_rows(tokens, tmp_pa
 
 def test_a_file_without_usable_rows_stops(tokens, tmp_path):
     with pytest.raises(PromptError, match="holds no rows"):
-        PromptSet.load(write(tmp_path / "empty.jsonl", ""), tokens, section())
+        load(write(tmp_path / "empty.jsonl", ""), tokens)
     with pytest.raises(PromptError, match="1 of 1 rows refused"):
-        PromptSet.load(write(tmp_path / "bad.jsonl", "{}"), tokens, section())
+        load(write(tmp_path / "bad.jsonl", "{}"), tokens)
     with pytest.raises(PromptError, match="does not exist; set data.train"):
-        PromptSet.load(tmp_path / "nowhere.jsonl", tokens, section())
+        load(tmp_path / "nowhere.jsonl", tokens)
 
 
 def test_a_folder_without_a_template_is_no_fault_of_the_rows(tmp_path):
     bare = Tokens.load(character_folder(tmp_path / "model"))
     path = write(tmp_path / "rows.jsonl", {"prompt": "x", "answer": "1"})
     with pytest.raises(TokensError, match="no chat template"):
-        PromptSet.load(path, bare, section())
-    assert PromptSet.load(path, bare, section(template="none")).rows[0].text == "x"
+        load(path, bare)
+    assert load(path, bare, template="none").rows[0].text == "x"
 
 
 def test_the_fingerprint_follows_content_and_order(tokens, tmp_path):
     a, b = {"prompt": "a", "answer": "1", "id": "a"}, {"prompt": "b", "answer": "2", "id": "b"}
 
     def fingerprint(*rows: dict) -> str:
-        return PromptSet.load(write(tmp_path / "x.jsonl", *rows), tokens, section()).fingerprint
+        return load(write(tmp_path / "x.jsonl", *rows), tokens).fingerprint
 
     assert fingerprint(a, b) == fingerprint(a, b)
     others = [(b, a), (a,), (a, b | {"answer": "3"}), (a, b | {"prompt": "c"}), (a, b | {"k": 1})]
     assert len({fingerprint(a, b), *(fingerprint(*rows) for rows in others)}) == 6
+
+
+def test_the_fingerprint_of_one_file_is_a_hash_of_its_rows(tokens, tmp_path):
+    """Runs are resumed by it: it stays what it is while the format of a line stays."""
+    row = {"prompt": "a", "answer": "1", "id": "x", "level": 2}
+    loaded = load(write(tmp_path / "sums.jsonl", row), tokens)
+    ids = list(loaded.rows[0].token_ids)
+    line = canonical_json(["x", ids, "1", "sums", {"level": 2}]).encode() + b"\n"
+    assert loaded.fingerprint == bytes_hash([line])
+
+
+def test_several_sources_are_one_set_in_their_order(tokens, tmp_path):
+    loaded = load(two_files(tmp_path), tokens)
+    assert [row.prompt_id for row in loaded.rows] == ["a:1", "a:2", "a:3", "other:1"]
+    assert [row.source for row in loaded.rows] == ["a", "a", "a", "other"]
+    assert [row.reward for row in loaded.rows] == ["a", "a", "a", "maths"]
+    assert loaded.sources == ("a", "other") and loaded.weights is None
+    assert loaded.source_of_row.tolist() == [0, 0, 0, 1]
+    assert loaded.source_of_row.dtype == np.int32
+    assert loaded.counts == {"a": 3, "other": 1}
+    assert loaded.place(3) == f"{tmp_path}/b.jsonl:1"
+    facts = loaded.facts()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["files"] == [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert facts["rows"] == 4 and facts["fingerprint"] == loaded.fingerprint
+    assert facts["sources"] == {
+        "a": {"rows": 3, "refused": 0},
+        "other": {"rows": 1, "refused": 1},
+    }
+    assert facts["refused"] == [f'{tmp_path}/b.jsonl:2: "q" is empty']
+    assert facts["refused_by_kind"] == {"empty_prompt": 1}
+    (note,) = loaded.notes()
+    assert "1 rows of" in note and "see data.json" in note and "b.jsonl:2" in note
+
+
+def test_the_share_of_refused_rows_is_each_sources_own(tokens, tmp_path):
+    """One bad row of five in all, but of two in its file."""
+    sources = two_files(tmp_path)
+    assert len(load(sources, tokens, max_refused_share=0.5)) == 4
+    with pytest.raises(PromptError, match=r"b\.jsonl: 1 of 2 rows refused \(empty_prompt 1\)"):
+        load(sources, tokens, max_refused_share=0.4)
+
+
+def test_weights_and_reward_names_are_in_the_fingerprint(tokens, tmp_path):
+    def fingerprint(change: dict[str, Any], weights: tuple[float, float] | None = None) -> str:
+        sources = two_files(tmp_path)
+        sources[1] |= change
+        for source, weight in zip(sources, weights or (), strict=False):
+            source["weight"] = weight
+        return load(sources, tokens).fingerprint
+
+    same = [fingerprint({}), fingerprint({}), fingerprint({"reward": "maths"})]
+    assert len(set(same)) == 1
+    others = [
+        fingerprint({"reward": "other"}),
+        fingerprint({"reward": "code"}),
+        fingerprint({"name": "third"}),
+        fingerprint({}, (1.0, 1.0)),
+        fingerprint({}, (1.0, 3.0)),
+    ]
+    assert len({*same, *others}) == 6
+    sources = two_files(tmp_path)
+    sources[0]["weight"], sources[1]["weight"] = 1.0, 3.0
+    weighted = load(sources, tokens)
+    assert weighted.weights == (1.0, 3.0)
+    assert weighted.facts()["sources"]["other"] == {"rows": 1, "refused": 1, "weight": 3.0}
+
+
+def test_sources_that_do_not_go_together_are_refused(tokens, tmp_path):
+    sources = two_files(tmp_path)
+    data = section([sources[0] | {"name": "one"}, sources[1]])
+    twice = [source.model_copy(update={"name": "one"}) for source in data.training]
+    with pytest.raises(PromptError, match=r"two sources are called 'one': .*a\.jsonl and .*set"):
+        PromptSet.load(twice, tokens, data)
+    half = [data.training[0].model_copy(update={"weight": 1.0}), data.training[1]]
+    with pytest.raises(PromptError, match="source 'other' has no weight, others have"):
+        PromptSet.load(half, tokens, data)
+    with pytest.raises(PromptError, match="system prompt needs a chat template"):
+        load(sources, tokens, template="none", system_prompt="be kind")
+
+
+def test_an_id_is_taken_once_over_all_sources(tokens, tmp_path):
+    row = {"prompt": "x", "answer": "1", "id": "same"}
+    paths = [write(tmp_path / name, row, {**row, "id": name}) for name in ("a.jsonl", "b.jsonl")]
+    loaded = load([{"path": str(path)} for path in paths], tokens)
+    assert [row.prompt_id for row in loaded.rows] == ["same", "a.jsonl", "b.jsonl"]
+    assert loaded.refusals == ((f"{paths[1]}:1", f"id 'same' is taken by {paths[0]}:1"),)
+
+
+def test_prompts_of_one_text_are_counted_and_noted(tokens, tmp_path):
+    rows = [{"prompt": text, "answer": "1"} for text in ("x", "y", "x", "x ")]
+    loaded = load(write(tmp_path / "rows.jsonl", *rows), tokens)
+    assert loaded.duplicates == 1 and len(loaded) == 4
+    (note,) = loaded.notes()
+    assert "1 of 4 prompts" in note
+
+
+def test_refusals_are_kept_up_to_a_number_and_counted_beyond(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts_module, "KEPT", 3)
+    assert refusals.KEPT == 10_000
+    bad = [{"prompt": "", "answer": "1"}] * 7
+    path = write(tmp_path / "rows.jsonl", {"prompt": "x", "answer": "1"}, *bad)
+    loaded = load(path, tokens)
+    assert loaded.refused == {"empty_prompt": 7} and len(loaded.refusals) == 3
+    assert "7 rows of" in loaded.notes()[0]
+
+
+def test_files_of_mixed_rows_are_told_by_their_commonest_keys(tokens, tmp_path):
+    ours = [{"prompt": "x", "answer": "1"}] * 2
+    theirs = [{"solution": "1", "question": "x"}, {"question": "y", "solution": "2"}] * 3
+    path = write(tmp_path / "rows.jsonl", *ours, *theirs, {"text": "x"})
+    with pytest.raises(PromptError) as caught:
+        load(path, tokens, max_refused_share=0.0)
+    told = str(caught.value)
+    assert "7 of 9 rows refused (missing_prompt 7)" in told
+    assert "6 rows have question, solution; 2 rows have answer, prompt; 1 rows have text" in told
+
+
+@pytest.mark.parametrize("make", [character_folder, metaspace_folder, sentencepiece_folder])
+def test_texts_become_the_same_ids_alone_and_together(make, tmp_path):
+    tokens = Tokens.load(make(tmp_path))
+    texts = ["What is 23 + 45?", "", " leads", "a", "ab" * 50, "two  spaces", "q\n\nr", "</s>x"]
+    together = tokens.executed(texts)
+    assert together == [tokens.executed([text])[0] for text in texts]
+    assert together == [tokens.render(text, "none") for text in texts]
+
+
+def test_progress_is_told_now_and_then(tokens, tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", *[{"prompt": "x", "answer": "1"}] * 600)
+    told: list[tuple[int, str]] = []
+    data = section(str(path))
+
+    def load_with(seconds: float) -> list[tuple[int, str]]:
+        told.clear()
+        monkeypatch.setattr(prompts_module, "_SECONDS", seconds)
+        PromptSet.load(data.training, tokens, data, progress=lambda *word: told.append(word))
+        return list(told)
+
+    assert load_with(3600.0) == []
+    assert load_with(0.0) == [(256, str(path)), (512, str(path)), (600, str(path))]

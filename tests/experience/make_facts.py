@@ -79,6 +79,7 @@ class Facts:
             verdict=np.where(self.owner >= 0, 0, reason).astype(np.int8),
             kept=self.owner >= 0,
             compared=self.owner >= 0,
+            equal=self.owner < 0,
             group_size=np.ones(len(self.samples), dtype=np.int64),
             counts={},
         )

@@ -41,6 +41,7 @@ from tests.experience.damages import (
 )
 from tests.experience.make_facts import RECIPE, SCORER
 
+STREAM = {"source": "a", "position": 3, "back": [1], "taken": 2, "stood_in": 0}
 ROLLOUT, SCORED = "rollout_0.safetensors", "scored_1.safetensors"
 SELECTION, DERIVED = "selection.safetensors", "derived_1.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -168,6 +169,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cursor of no data": (
         redrawn(cursor__fingerprint=None),
         "drawn.json: .*cursor.fingerprint is None, not of type str",
+    ),
+    "a cursor of no source": (
+        redrawn(cursor={"fingerprint": "f", "seed": 7, "streams": [{}]}),
+        r"drawn.json: .*cursor.streams\[0\] is {}, not an object of back, position, source",
+    ),
+    "a cursor of a source before 0": (
+        redrawn(cursor={"fingerprint": "f", "seed": 7, "streams": [STREAM | {"taken": -1}]}),
+        r"drawn.json: .*cursor.streams\[0\].taken is -1, not a whole number from 0",
+    ),
+    "a cursor of a source with words": (
+        redrawn(cursor={"fingerprint": "f", "seed": 7, "streams": [STREAM | {"back": ["a"]}]}),
+        r"drawn.json: .*cursor.streams\[0\].back is \['a'\], not numbers of rows",
     ),
     "a cursor of no seed": (
         redrawn(cursor__seed=1.0),

@@ -43,7 +43,9 @@ def _cursor(folder: Path, answer: str = "1", seed: int = 3) -> PromptCursor:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = Tokens.load(character_folder(folder / "model", TEMPLATE))
     section = DataSection(train=str(path), max_prompt_tokens=12)
-    return PromptCursor(PromptSet.load(section.training, tokens, section), seed=seed, per_iteration=2)
+    return PromptCursor(
+        PromptSet.load(section.training, tokens, section), seed=seed, per_iteration=2
+    )
 
 
 def _draw(cursor: PromptCursor) -> list[str]:
@@ -95,6 +97,48 @@ def test_a_killed_run_goes_on_with_the_prompts_that_come_next(tmp_path) -> None:
         other = other or _cursor(tmp_path / "e", seed=4)
         with pytest.raises(PromptError, match=f"with {key} .*resume with the same data"):
             other.restore(state)
+
+
+def _weighted(folder: Path, *weights: float) -> PromptCursor:
+    """5 prompts of source a and 4 of source b, 3 an iteration, weighted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = []
+    for name, count, weight in zip("ab", (5, 4), weights, strict=True):
+        path = folder / f"{name}.jsonl"
+        rows = [{"prompt": f"p{n}", "answer": "1", "id": f"{name}{n}"} for n in range(count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append({"path": str(path), "weight": weight})
+    tokens = Tokens.load(character_folder(folder / "model", TEMPLATE))
+    section = DataSection(train=sources, max_prompt_tokens=12)
+    return PromptCursor(PromptSet.load(section.training, tokens, section), seed=3, per_iteration=3)
+
+
+def test_weighted_sources_go_on_where_each_of_them_stood(tmp_path) -> None:
+    """3 prompts a step, 2 of a and 1 of b, stopped after each of 12 steps: the draws go on as
+    uninterrupted ones, every source through epochs of its own; of other weights they do not."""
+
+    def draw(cursor: PromptCursor) -> list[str]:
+        cursor.begin()
+        return [row.prompt_id for row in cursor.draw(3)]
+
+    whole = _weighted(tmp_path / "a", 2, 1)
+    uninterrupted = [draw(whole) for _ in range(12)]
+    told = [each for drawn in uninterrupted for each in drawn]
+    for name, count in (("a", 5), ("b", 4)):
+        mine = [each for each in told if each.startswith(name)]
+        assert len(mine) == {"a": 24, "b": 12}[name]
+        for start in range(0, len(mine) - count + 1, count):
+            assert len(set(mine[start : start + count])) == count
+    states, going = [], _weighted(tmp_path / "a", 2, 1)
+    for _ in range(12):
+        states.append(json.loads(json.dumps({"cursor": going.state}))["cursor"])
+        draw(going)
+    for step, state in enumerate(states):
+        resumed = _weighted(tmp_path / "b", 2, 1)
+        resumed.restore(state)
+        assert [draw(resumed) for _ in range(step, 12)] == uninterrupted[step:]
+    with pytest.raises(PromptError, match="with fingerprint .*resume with the same data"):
+        _weighted(tmp_path / "c", 1, 1).restore(states[3])
 
 
 def _schedule(model: Path, run: Path) -> list[Any]:

@@ -6,11 +6,15 @@ and that a checkpoint stores the cursor's state.
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import zstandard
+from pyarrow import parquet
 
 from megarl.contracts.tokens import Tokens
 from megarl.data.cursor import PromptCursor
@@ -35,7 +39,8 @@ def test_ids_and_text_are_no_round_trip_so_prompts_are_encoded_once_and_whole(tm
     assert spaced.render("The answer is:42") == spaced.encode("The answer is:42") != in_parts
 
 
-def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path):
+@pytest.mark.parametrize("packed", [bytes, gzip.compress, zstandard.compress])
+def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path, packed):
     """Every reason named and counted, the limit measured after the template, order kept."""
     tokens = Tokens.load(character_folder(tmp_path / "model", TEMPLATE))
     fits, too_long = "x" * (LIMIT - 4), "x" * (LIMIT - 3)
@@ -55,7 +60,7 @@ def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path)
         ({"prompt": "last", "answer": "1"}, None),
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row, _ in rows))
+    path.write_bytes(packed("".join(json.dumps(row) + "\n" for row, _ in rows).encode()))
     section = DataSection(train=str(path), max_prompt_tokens=LIMIT, max_refused_share=0.75)
     loaded = PromptSet.load(section.training, tokens, section)
     assert [row.text for row in loaded.rows] == ["first", fits, "last"]
@@ -67,14 +72,46 @@ def test_rows_that_cannot_be_trained_on_are_refused_at_start_by_reason(tmp_path)
     assert all(why for _, why in loaded.refusals)
 
 
+def test_table_rows_that_cannot_be_trained_on_are_refused_alike(tmp_path):
+    """Parquet: a column that is missing or of numbers at once, the rest row by row."""
+    tokens = Tokens.load(character_folder(tmp_path / "model", TEMPLATE))
+    fits = "x" * (LIMIT - 4)
+    columns = {
+        "prompt": ["first", fits + "x", fits, "x", "x", "again", "", None, "last"],
+        "answer": ["1", "1", "1", "", None, "1", "1", "1", "1"],
+        "id": ["a", None, "b", None, None, "a", None, None, None],
+    }
+    kinds = {2: "too_long", 4: "empty_answer", 5: "null_answer", 6: "duplicate_id"}
+    kinds |= {7: "empty_prompt", 8: "null_prompt"}
+    path = tmp_path / "rows.parquet"
+    section = DataSection(train=str(path), max_prompt_tokens=LIMIT, max_refused_share=0.75)
+
+    def load(**changed: list | None) -> PromptSet:
+        kept = {name: values for name, values in (columns | changed).items() if values}
+        parquet.write_table(pa.table(kept), path)
+        return PromptSet.load(section.training, tokens, section)
+
+    loaded = load()
+    assert [row.prompt_id for row in loaded.rows] == ["a", "b", "rows:9"]
+    assert loaded.refused == {kind: 1 for kind in kinds.values()}
+    assert [where for where, _ in loaded.refusals] == [f"{path}:{n}" for n in kinds]
+    with pytest.raises(PromptError, match=r'no column "answer"'):
+        load(answer=None)
+    with pytest.raises(PromptError, match=r'column "answer" \(answer_key\) is int64'):
+        load(answer=[7] * 9)
+
+
+@pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("in_template", [True, False])
 @pytest.mark.parametrize("by_tokenizer", [True, False])
-def test_exactly_one_beginning_of_sequence(tmp_path, in_template, by_tokenizer):
+def test_exactly_one_beginning_of_sequence(tmp_path, in_template, by_tokenizer, in_file):
     """One BOS when template or tokenizer has one, none otherwise; the assistant's header ends
-    the prompt; plain text follows the tokenizer's own rule."""
+    the prompt; plain text follows the tokenizer's own rule. So with a template of the recipe's."""
     template = "{{ bos_token }}" * in_template + TEMPLATE
-    tokens = Tokens.load(character_folder(tmp_path, template, adds_bos=by_tokenizer))
-    ids = tokens.render("hi")
+    own = "{{ bos_token }}another" if in_file else template
+    tokens = Tokens.load(character_folder(tmp_path, own, adds_bos=by_tokenizer))
+    (tmp_path / "chat.jinja").write_text(template)
+    ids = tokens.render("hi", str(tmp_path / "chat.jinja") if in_file else "model")
     assert ids.count(0) == int(in_template or by_tokenizer)
     assert ids[: ids.count(0)] == (0,) * ids.count(0)
     assert tokens.decode(ids) == "<hi>A:"

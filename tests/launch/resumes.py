@@ -168,7 +168,7 @@ def differences(run: Path, other: Path, iterations: Iterable[int] = range(ITERAT
         if part(run) != part(other)
     ]
     found += [f"samples of {n}" for n in iterations if sampled(run, n) != sampled(other, n)]
-    evals = [{path.name for path in (each / "eval").iterdir()} for each in (run, other)]
+    evals = [{path.name for path in (each / "eval").glob("*")} for each in (run, other)]
     return found + ([] if evals[0] == evals[1] else ["evaluations"])
 
 

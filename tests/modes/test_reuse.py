@@ -62,6 +62,8 @@ def run_of(run_folder: Path, **changes: Any) -> SimpleNamespace:
         "sampling": SAMPLING,
         "pool": SimpleNamespace(version=SCORER) if world.leads_replica else None,
         "cursor": cursor_of(),
+        "start": None,
+        "contracts": {},
     }
     return SimpleNamespace(**(values | changes))
 
@@ -119,6 +121,15 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "data": (
         {"cursor": cursor_of(fingerprint="f0")},
         f"data fingerprint {FINGERPRINT}, this run has f0",
+    ),
+    "curriculum": (
+        {
+            "start": SimpleNamespace(
+                position=SimpleNamespace(contracts={"curriculum": "sha256:1"})
+            ),
+            "contracts": {"curriculum": "sha256:2"},
+        },
+        "prompts of curriculum sha256:1, this run has sha256:2",
     ),
     "order": ({"cursor": cursor_of(seed=9)}, f"data seed {SEED}, this run has 9"),
     "row gone": (

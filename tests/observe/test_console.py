@@ -49,6 +49,19 @@ def test_plain_mode_is_a_heading_and_one_aligned_line_an_iteration() -> None:
     assert len(heading) == len(first) == len(second) <= 100
 
 
+def test_plain_mode_tells_progress_every_ten_seconds() -> None:
+    out, now = io.StringIO(), [0.0]
+    console = Console("plain", 3, stream=out, clock=lambda: now[0])
+    console.stage("load data")
+    for second in range(25):
+        now[0] = float(second)
+        console.progress(f"load data: {second} rows")
+    told = out.getvalue().splitlines()
+    assert told == ["load data …", "load data: 10 rows …", "load data: 20 rows …"]
+    Console("off", stream=out).progress("nothing")
+    assert out.getvalue().splitlines() == told
+
+
 def test_plain_columns_stay_apart_when_numbers_are_large() -> None:
     out = io.StringIO()
     console = Console("plain", 10_000, stream=out)

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from megarl.contracts.mesh import Mesh
 from megarl.contracts.records import Prompt
 from megarl.contracts.samples import Samples
+from megarl.data.curriculum import Curriculum, CurriculumError, Seen
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptError, PromptSet
 from megarl.recipe import DynamicSamplingSection
 from megarl.rewards.score import RewardError, ScoringPool
 from megarl.rollout.collect import Grading
 from megarl.rollout.requests import Loss, LostGeneration, LostReason
-from megarl.rollout.rounds import Rounds, Sampled, prompts_wanted
+from megarl.rollout.rounds import Rounds, Sampled, prompts_wanted, shortfall
 from megarl.world import World
 from tests.data.make_rules import make_rules
 from tests.rewards.make_pool import GRADERS, sample, scoring
@@ -42,7 +43,7 @@ def _recipe(rounds: int, target: int, **more: Any) -> SimpleNamespace:
     rules = make_rules(
         group_size=GROUP, prompts=target, dynamic_sampling=DynamicSamplingSection(max_rounds=rounds)
     )
-    rules.data = SimpleNamespace(train="rows.jsonl")
+    rules.data = SimpleNamespace(curriculum=None)
     rules.rollout.max_lost_share = more.get("max_lost_share", 0.0)
     rules.reward = SimpleNamespace(max_error_share=more.get("max_error_share", 0.0))
     return rules
@@ -58,7 +59,7 @@ def _sample_all(
 ) -> tuple[list[int], int, Sampled]:
     """One iteration; a response of prompt `fails` cannot be scored, one of `loses` is lost."""
     cursor = PromptCursor(_rows(rows), 1, recipe.rollout.prompts_per_iteration)
-    rounds = Rounds(world, recipe, cursor, {"5"})
+    rounds = Rounds(world, recipe, cursor, {"5"}, iteration=0)
     sizes = []
     while prompts := rounds.draw():
         first, samples, losses = rounds.first_draw, [], []
@@ -164,7 +165,7 @@ def test_a_loss_or_failure_on_one_replica_is_every_ranks_decision(ranks) -> None
 
 def _exhausted() -> str:
     world = _world(1, 1)
-    rounds = Rounds(world, _recipe(1, 2), PromptCursor(_rows(2), 1, 2), {"0", "1"})
+    rounds = Rounds(world, _recipe(1, 2), PromptCursor(_rows(2), 1, 2), {"0", "1"}, iteration=0)
     try:
         rounds.draw()
     except PromptError as error:
@@ -175,7 +176,73 @@ def _exhausted() -> str:
 @pytest.mark.dist
 def test_a_run_whose_prompts_are_all_in_quarantine_stops_with_one_line(ranks) -> None:
     (told,) = ranks.run(1, _exhausted)
-    assert told.startswith("every prompt of rows.jsonl is in quarantine") and "\n" not in told
+    assert told.startswith("every training prompt is in quarantine") and "\n" not in told
+
+
+HERE = "tests.rollout.test_rounds"
+
+
+def by_rank(prompt: Prompt, seen: Seen, iteration: int) -> bool:
+    """Differs on rank 1, and not before the first iteration that is drawn."""
+    return iteration == 0 or (int(prompt.prompt_id) + torch.distributed.get_rank()) % 2 == 0
+
+
+def fails_on_rank_1(prompt: Prompt, seen: Seen, iteration: int) -> bool:
+    return iteration == 0 or 1 / (1 - torch.distributed.get_rank()) > 0
+
+
+def first_four(prompt: Prompt, seen: Seen, iteration: int) -> bool:
+    return iteration == 0 or int(prompt.prompt_id) < 4
+
+
+def refuses_all(prompt: Prompt, seen: Seen, iteration: int) -> bool:
+    return iteration == 0
+
+
+def _with_curriculum(function: str) -> list[str]:
+    """What this rank draws, in up to three rounds of up to 3, in iteration 1."""
+    world = _world(2, 1)
+    cursor = PromptCursor(_rows(9), 1, 3, Curriculum(f"{HERE}:{function}"))
+    rounds = Rounds(world, _recipe(3, 3), cursor, {"0"}, iteration=1)
+    drawn = []
+    try:
+        while prompts := rounds.draw():
+            drawn += [prompt.prompt_id for prompt in prompts]
+            rounds.done += 1
+    except (CurriculumError, PromptError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return drawn
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("by_rank", "keeps other prompts on rank 1 than on rank 0 in iteration 1; it must follow"),
+        ("fails_on_rank_1", "in iteration 1, raised ZeroDivisionError"),
+        ("refuses_all", "refuses every training prompt that is not in quarantine in iteration 1"),
+    ],
+)
+def test_a_curriculum_that_fails_or_differs_on_a_rank_stops_every_rank(ranks, function, says):
+    first, second = ranks.run(2, _with_curriculum, function)
+    assert first == second and len(first) == 1 and "\n" not in first[0]
+    assert f"Error: data.curriculum: {HERE}:{function}" in first[0] and says in first[0]
+
+
+@pytest.mark.dist
+def test_rounds_end_where_a_curriculum_keeps_no_more(ranks):
+    first, second = ranks.run(2, _with_curriculum, "first_four")
+    assert first == second and sorted(first) == ["1", "2", "3"]
+
+
+def test_too_few_prompts_are_told_with_what_keeps_the_others_back():
+    counts = {"groups": 3, "groups_informative": 3}
+    plan: Any = SimpleNamespace(selection=SimpleNamespace(counts=counts), account={"rounds": 1})
+    recipe = _recipe(1, 4)
+    says = "iteration 7: only 3 of 4 prompts are left, the others are in quarantine"
+    assert shortfall(7, recipe, plan) == says
+    recipe.data.curriculum = f"{HERE}:first_four"
+    assert shortfall(7, recipe, plan) == f"{says}, or refused by data.curriculum"
 
 
 @pytest.mark.parametrize(

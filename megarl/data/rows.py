@@ -1,0 +1,262 @@
+"""One row of a source: from a line or a table's row to a `Prompt`, or a refusal with its reason.
+
+Answers are text: an answer that is null, empty or not a string (a number, say) is refused, because
+what a number reads like (`7`, `7.0`, `1e3`) would be a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megarl.contracts.records import Prompt
+from megarl.contracts.template import Template
+from megarl.contracts.tokens import Tokens, TokensError, check_messages
+from megarl.data.readers import too_large
+from megarl.data.refusals import Refused
+from megarl.recipe.data import SourceSection
+
+_SHOWN_KEYS = 20
+_MOST_LEVELS = 100
+"""Of lists and objects in a row; what writes, hashes and sends rows goes into them by recursion."""
+ID_KEY = "id"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A row that is in order but for the number of its tokens, which are not made yet."""
+
+    prompt_id: str
+    source: str
+    text: str
+    user_text: str
+    """What the user wrote in all messages, a line break between two."""
+    rendered: str
+    answer: str
+    metadata: dict[str, Any]
+    reward: str
+
+
+class RowChecks:
+    """Checks the rows of one source; `seen` has the ids of all sources of the set."""
+
+    def __init__(
+        self,
+        source: SourceSection,
+        tokens: Tokens,
+        template: Template,
+        section: Any,
+        seen: dict[str, str],
+    ) -> None:
+        """`source` is filled; `section` is the recipe's `data`."""
+        self._source, self._tokens, self._template = source, tokens, template
+        self._section, self._seen = section, seen
+        keys = (source.prompt_key, source.answer_key, source.source_key, source.reward_key)
+        self._own = [ID_KEY, *(key for key in keys if key is not None)]
+
+    def check(self, number: int, row: dict[str, Any]) -> Checked:
+        """Raises `Refused`. `row` has passed `check_json`."""
+        source = self._source
+        prompt_id = self._claim_id(row, number)
+        prompt = required(row, source.prompt_key, "prompt")
+        answer = required(row, source.answer_key, "answer")
+        if not isinstance(answer, str):
+            kind = type(answer).__name__
+            raise Refused(
+                "answer_not_text", f'"{source.answer_key}" must be a string, not {kind} {answer!r}'
+            )
+        if not answer.strip():
+            raise Refused("empty_answer", f'"{source.answer_key}" is empty')
+        name = self._name(row, source.source_key, "source") or source.name
+        reward = self._name(row, source.reward_key, "reward") or source.reward or name
+        rendered = self._rendered(prompt)
+        text, user_text = said_by_user(prompt)
+        return Checked(
+            prompt_id=prompt_id,
+            source=name,
+            text=text,
+            user_text=user_text,
+            rendered=rendered,
+            answer=answer,
+            metadata=without(row, self._own),
+            reward=reward,
+        )
+
+    def prompt(self, checked: Checked, token_ids: tuple[int, ...]) -> Prompt:
+        """The row with the very ids that the engine executes. Raises `Refused`."""
+        limit = self._section.max_prompt_tokens
+        if len(token_ids) > limit:
+            raise Refused(
+                "too_long",
+                f"prompt of {len(token_ids)} tokens, data.max_prompt_tokens is {limit}",
+            )
+        largest = max(token_ids, default=-1)
+        if largest >= self._tokens.vocab_size:
+            raise Refused(
+                "outside_vocabulary",
+                f"token id {largest} is outside the model's vocabulary of "
+                f"{self._tokens.vocab_size}",
+            )
+        return Prompt(
+            prompt_id=checked.prompt_id,
+            source=checked.source,
+            text=checked.text,
+            token_ids=token_ids,
+            answer=checked.answer,
+            metadata=checked.metadata,
+            reward=checked.reward,
+        )
+
+    def _claim_id(self, row: dict[str, Any], number: int) -> str:
+        given = row.get(ID_KEY)
+        if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+            raise Refused("bad_id", f'"{ID_KEY}" must be a string or an integer, not {given!r}')
+        prompt_id = f"{self._source.name}:{number}" if given in (None, "") else str(given)
+        here = f"{self._source.path}:{number}"
+        first = self._seen.setdefault(prompt_id, here)
+        if first is not here:
+            raise Refused("duplicate_id", f"id {prompt_id!r} is taken by {first}")
+        return prompt_id
+
+    def _name(self, row: dict[str, Any], key: str | None, kind: str) -> str:
+        """The row's source or reward name; empty where no key says it."""
+        if key is None:
+            return ""
+        name = required(row, key, kind)
+        if not isinstance(name, str) or not name.strip():
+            raise Refused(f"bad_{kind}", f'"{key}" must be a text that is not empty, not {name!r}')
+        return name
+
+    def _rendered(self, prompt: Any) -> str:
+        source = self._source
+        if not isinstance(prompt, str):
+            try:
+                check_messages(prompt)
+            except TokensError as error:
+                raise Refused("bad_messages", f'"{source.prompt_key}": {error}') from error
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if not text.strip():
+            raise Refused("empty_prompt", f'"{source.prompt_key}" is empty')
+        try:
+            return self._tokens.rendered(prompt, self._template, source.system_prompt)
+        except TokensError as error:
+            raise Refused("template", str(error)) from error
+
+
+def checked_row(raw: bytes | dict[str, Any] | Refused, max_bytes: int) -> dict[str, Any]:
+    """What `read_rows` gave, as a row of plain JSON. Raises `Refused`."""
+    if isinstance(raw, Refused):
+        raise raw
+    row = parse_line(raw) if isinstance(raw, bytes) else raw
+    size = check_json(row)
+    if row is raw and size > max_bytes:  # a line was measured when it was read
+        raise too_large(size, max_bytes)
+    return row
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises `Refused`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise Refused("not_utf8", f"byte {error.start} is not UTF-8") from error
+    except ValueError as error:
+        raise Refused("malformed_json", f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise Refused("malformed_json", "JSON nested too deeply") from error
+    if not isinstance(row, dict):
+        raise Refused("malformed_json", f"a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def check_json(row: dict[str, Any]) -> int:
+    """How many bytes of JSON `row` is. Raises `Refused` for what no JSON file can hold.
+
+    JSON may escape half a surrogate pair: no text, no tokenizer reads it.
+    """
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        size = len(text.encode("utf-8"))
+    except RecursionError as error:
+        raise Refused("malformed_json", "JSON nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise Refused("lone_surrogate", f"{_culprit(row)} holds half a surrogate pair") from error
+    except ValueError as error:  # 1e999 reads as infinity, and tables have NaN
+        raise Refused("malformed_json", f"{_culprit(row)} holds a number beyond floats") from error
+    if text.count("{") + text.count("[") > _MOST_LEVELS and _deeper(row, _MOST_LEVELS):
+        raise Refused("malformed_json", "JSON nested too deeply")
+    return size
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects go more than `levels` into one another."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return not levels or any(_deeper(item, levels - 1) for item in inside)
+
+
+def _culprit(row: dict[str, Any]) -> str:
+    """The first key whose value, or which itself, is no JSON."""
+    for key, value in row.items():
+        try:
+            json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode("utf-8")
+        except ValueError:
+            return repr(key)
+    return "the row"
+
+
+_ABSENT = object()
+
+
+def look_up(row: dict[str, Any], key: str, default: Any = None) -> Any:
+    """`row[key]`, or what `a.b` leads to: key b within key a. A key with dots in it comes first."""
+    if key in row:
+        return row[key]
+    head, dot, rest = key.partition(".")
+    inside = row.get(head)
+    return look_up(inside, rest, default) if dot and isinstance(inside, dict) else default
+
+
+def required(row: dict[str, Any], key: str, kind: str) -> Any:
+    """The value at `key`. Raises `Refused` where it is missing or null."""
+    value = look_up(row, key, _ABSENT)
+    if value is _ABSENT:
+        names = sorted(row)
+        shown = ", ".join(names[:_SHOWN_KEYS]) + " …" * (len(names) > _SHOWN_KEYS)
+        raise Refused(f"missing_{kind}", f'no "{key}"; keys are {shown or "none"}')
+    if value is None:
+        raise Refused(f"null_{kind}", f'"{key}" is null')
+    return value
+
+
+def without(row: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """`row` but for what `look_up` finds under `keys`; an object left empty goes too."""
+    rest = dict(row)
+    for key in keys:
+        if key in rest:
+            del rest[key]
+            continue
+        head, dot, inner = key.partition(".")
+        if dot and isinstance(rest.get(head), dict):
+            left = without(rest[head], [inner])
+            if left or not rest[head]:
+                rest[head] = left
+            else:
+                del rest[head]
+    return rest
+
+
+def said_by_user(prompt: Any) -> tuple[str, str]:
+    """The last message's text, and the user's in all messages, a line break between two."""
+    if isinstance(prompt, str):
+        return prompt, prompt
+    last = prompt[-1]["content"]
+    earlier = [message["content"] for message in prompt[:-1] if message["role"] == "user"]
+    return last, "\n".join([*earlier, last]) if earlier else last

@@ -1,0 +1,59 @@
+"""Whose turn it is, by weight: never a whole turn away from any source's share.
+
+The orders themselves are tested through the cursor.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.streams import Turns
+
+WEIGHTS = st.lists(
+    st.one_of(st.integers(1, 100).map(float), st.decimals("0.001", "9.999", places=3).map(float)),
+    min_size=1,
+    max_size=7,
+)
+
+
+def dealt(weights: list[float], number: int) -> list[int]:
+    turns = Turns(weights)
+    had = [0] * len(weights)
+    order = []
+    for _ in range(number):
+        order.append(turns.next(had))
+        had[order[-1]] += 1
+    return order
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=WEIGHTS, number=st.integers(1, 200))
+def test_no_source_is_ever_a_whole_turn_away_from_its_share(weights, number):
+    exact = [round(weight * 1000) for weight in weights]
+    had = [0] * len(weights)
+    for turn, source in enumerate(dealt(weights, number), start=1):
+        had[source] += 1
+        for count, weight in zip(had, exact, strict=True):
+            assert abs(count * sum(exact) - turn * weight) < sum(exact)
+
+
+def test_many_small_sources_do_not_wait_behind_a_large_one():
+    """D'Hondt, which only looks for the smallest (turns + 1) / weight, deals 89 turns to the first
+    before any other has one."""
+    order = dealt([0.9] + [0.01] * 10, 1000)
+    assert order.count(0) == 900 and all(order.count(source) == 10 for source in range(1, 11))
+    assert order[:89].count(0) in (80, 81)
+
+
+def test_turns_come_in_a_known_order_and_equal_sources_in_theirs():
+    assert dealt([3.0, 1.0], 8) == [0, 0, 0, 1] * 2
+    assert dealt([1.0, 1.0, 1.0], 6) == [0, 1, 2] * 2
+    assert dealt([0.3, 0.1], 40) == dealt([3.0, 1.0], 40), "0.3 is meant, not its nearest double"
+
+
+def test_those_that_stand_in_do_so_by_weight():
+    turns, had = Turns([5.0, 2.0, 1.0]), [0, 0, 0]
+    for _ in range(9):
+        had[turns.stand_in(had, [1, 2])] += 1
+    assert had == [0, 6, 3]
