@@ -2,7 +2,8 @@
 
 Extras: `cpu` is a whole tried environment, exact, without SGLang (whose own metadata asks for the
 CUDA set: the Makefile adds it with `--no-deps`); `gpu` names what a GPU machine needs and has not
-been run on one; `test` adds the tools of `make test`.
+been run on one; `test` adds the tools of `make test`, and math-verify, which the verdicts of the
+scorer `math` are compared with.
 """
 
 import re
@@ -15,8 +16,8 @@ DIRECT = [
     "blake3>=1.0",
     "filelock>=3.12",
     "jsonschema>=4.20",
-    "latex2sympy2_extended[antlr4_13_2]>=1.11",
-    "math-verify>=0.9,<0.10",
+    "latex2sympy2_extended>=1.11,<1.12",
+    "mpmath>=1.3",
     "numpy>=1.26",
     "pyarrow>=18",
     "pydantic>=2.10",
@@ -24,6 +25,7 @@ DIRECT = [
     "ruamel.yaml>=0.18",
     "safetensors>=0.4",
     "sentencepiece>=0.2",
+    "sympy>=1.13",
     "tensorboard>=2.15",
     "transformers>=5",
     "zstandard>=0.23",
@@ -73,7 +75,6 @@ loguru==0.7.3
 Markdown==3.11.3
 markdown-it-py==4.3.0
 MarkupSafe==3.0.4
-math-verify==0.9.0
 matplotlib-inline==0.2.2
 mdurl==0.1.2
 megatron-core==0.16.1
@@ -149,6 +150,7 @@ GPU = [
 TEST = """
 hypothesis==6.170.17
 iniconfig==2.3.1
+math-verify==0.9.0
 pluggy==1.7.0
 pytest==9.2.0
 pytest-timeout==2.4.0

@@ -1,126 +1,66 @@
-"""Held-out evaluation through the generator: greedy and sampled accuracy.
+"""Held-out evaluation of a checkpoint, a model folder or the recipe's own model, by itself.
 
-It touches no training state: no cursor moves, seeds are its own, and its samples are never
-trained on. A sample that was lost or could not be scored is left out of the accuracy and counted.
+    python -m megarl.evaluate RECIPE [key=value …] [--checkpoint WHAT …]
+    torchrun --nproc_per_node N -m megarl.evaluate RECIPE …
+
+Where no rank's environment is given it checks what was asked, and then starts the recipe's ranks of
+itself on this machine (`megarl.launcher`).
 """
 
 from __future__ import annotations
 
-import json
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from megarl.contracts.records import Prompt, RewardRecord, RewardStatus
-from megarl.contracts.samples import Samples, SamplingContract
-from megarl.contracts.tokens import Tokens
-from megarl.contracts.version import PolicyVersion
-from megarl.rewards.score import ScoringPool
-from megarl.rollout.collect import (
-    Grading,
-    check_failures,
-    count_losses,
-    make_requests,
-    rollout,
-)
-from megarl.rollout.generator import Generator
-from megarl.world import World
-
-EVALUATION = -1
-"""Takes the place of the iteration in seeds: every evaluation draws with the same ones."""
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def evaluate(
-    world: World,
-    generator: Generator,
-    version: PolicyVersion,
-    prompts: Sequence[Prompt],
-    sampling: SamplingContract,
-    *,
-    pool: ScoringPool | None,
-    tokens: Tokens,
-    metric: str,
-    sampled: bool,
-    max_error_share: float,
-    max_lost_share: float,
-    file: Path,
-) -> dict[str, float]:
-    """Collective. `eval/accuracy` (greedy), `eval/accuracy_sampled` (one draw at the run's
-    temperature), both the mean of component `metric` over scored prompts, and counts.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate on this rank, or start the ranks that do; returns the exit code."""
+    from megarl import process
+    from megarl.contracts.errors import InputError
+    from megarl.evaluation.arguments import USAGE, read_evaluation
+    from megarl.evaluation.folder import refuse_folder
+    from megarl.observe.logs import fail
 
-    Rank 0 writes every generation to `file`, one JSON object a line.
-    """
-    result: dict[str, float] = {"eval/prompts": float(len(prompts))}
-    modes = [("greedy", replace(sampling, n=1, temperature=0.0))]
-    if sampled:
-        modes.append(("sampled", replace(sampling, n=1)))
-    lines: list[dict] = []
-    for mode, contract in modes:
-        grading = Grading(pool, prompts, tokens.known_ids)
-        requests = make_requests(prompts, contract, EVALUATION)
-        samples, losses = rollout(world, generator, requests, contract, version, grading)
-        lost = count_losses(world, losses, len(requests), max_lost_share)
-        records = grading.collect()
-        check_failures(world, grading.failures, max_error_share)
-        # A declared penalty is a total without components: not scored, as far as accuracy goes.
-        scored = [r for r in records if r.status is RewardStatus.OK and metric in r.components]
-        values = [record.components[metric] for record in scored]
-        counts = world.totals(
-            {
-                "sum": float(np.sum(values)),
-                "scored": float(len(values)),
-                "failed": float(len(records) - len(scored)),
-                "tokens": float(len(samples.response_ids)) if pool is not None else 0.0,
-            },
-            counted=pool is not None,
-        )
-        suffix = "" if mode == "greedy" else f"_{mode}"
-        if counts["scored"]:
-            result[f"eval/accuracy{suffix}"] = counts["sum"] / counts["scored"]
-        result[f"eval/unscored{suffix}"] = counts["failed"]
-        if lost:
-            result[f"eval/lost{suffix}"] = float(sum(lost.values()))
-        total = counts["scored"] + counts["failed"]
-        result[f"eval/response_length{suffix}"] = counts["tokens"] / total
-        lines += _lines(mode, prompts, samples, records, tokens)
-    gathered = world.gather(lines)
-    if world.is_main:
-        _write(file, version, [line for part in gathered for line in part])
-    return result
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if "RANK" not in os.environ:
+        try:
+            launch = read_evaluation(arguments)
+            process.check_inputs(launch, started=False)
+            refuse_folder(launch.recipe.run_folder, launch.evaluation)
+        except InputError as error:
+            fail(str(error))
+            return 2
+        ranks = launch.recipe.world.ranks
+        if ranks > 1:
+            # All ranks take what was found here, whatever a run that trains saves meanwhile.
+            start_ranks(ranks, launch.evaluation.explicit(arguments, launch.recipe.run_folder))
+    return process.run_rank(lambda: read_evaluation(arguments))
 
 
-def _lines(
-    mode: str,
-    prompts: Sequence[Prompt],
-    samples: Samples,
-    records: Sequence[RewardRecord],
-    tokens: Tokens,
-) -> list[dict]:
-    rows = {(sample.draw_index, sample.candidate): sample for sample in samples}
-    return [
-        {
-            "mode": mode,
-            "prompt_id": prompts[record.draw_index].prompt_id,
-            "prompt": prompts[record.draw_index].text,
-            "answer": prompts[record.draw_index].answer,
-            "response": tokens.decode(rows[record.draw_index, record.candidate].response_ids),
-            "end_reason": rows[record.draw_index, record.candidate].end_reason.name.lower(),
-            "status": str(record.status),
-            "components": record.components,
-            "detail": record.detail,
-        }
-        for record in records
-    ]
+def start_ranks(ranks: int, arguments: Sequence[str]) -> None:
+    """Takes this process's place with a launcher of `ranks` ranks; never returns."""
+    from megarl import stop
+
+    stop.hold()  # a SIGUSR1 would end Python before the launcher holds it
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    given = os.environ | {"PYTHONPATH": path}
+    given.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "megarl.launcher", str(ranks), "megarl.evaluate", *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, command, given)
 
 
-def _write(file: Path, version: PolicyVersion, lines: list[dict]) -> None:
-    lines.sort(key=lambda line: (line["mode"], line["prompt_id"]))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    whole = file.with_suffix(".tmp")
-    head = {"version": version.id, "optimizer_step": version.optimizer_step}
-    with open(whole, "w", encoding="utf-8") as out:
-        for line in lines:
-            out.write(json.dumps(head | line, ensure_ascii=False) + "\n")
-    whole.replace(file)
+if __name__ == "__main__":
+    import signal
+
+    # Until the boundary takes signals over, Ctrl-C ends this process at once and silently.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(main())

@@ -56,15 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE + "\n" + help_text())
         return 0 if arguments else 2
+    return run_rank(lambda: read_launch(arguments))
+
+
+def run_rank(read: Callable[[], Launch]) -> int:
+    """Do what the launch that `read` reads asks for, on this rank; returns its exit code.
+
+    `read` may raise `InputError`.
+    """
     die_with_launcher()
     stop.hold()
     try:
-        launch = read_launch(arguments)
+        launch = read()
         recipe = launch.recipe
-        _check_world(recipe)
-        if launch.work is not Work.SCORE:  # which needs no model, only a tokenizer
-            _check_model(recipe)
-            _check_functions(recipe)
+        check_inputs(launch)
         planned(rank=0)
         lock, resume = _prepare_folder(launch)
     except InputError as error:
@@ -81,18 +86,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _check_world(recipe: Recipe) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+def check_inputs(launch: Launch, *, started: bool = True) -> None:
+    """What can be told before the slow imports. Raises `InputError`. `started`: this is one of the
+    ranks."""
+    recipe = launch.recipe
+    if started:
+        _check_world(launch)
+    if launch.work is Work.SCORE:  # which needs no model, only a tokenizer
+        return
+    longest = _check_model(recipe)
+    if launch.work is not Work.EVALUATE:  # which has a policy alone
+        _check_roles(recipe, longest)
+        _check_functions(recipe)
+
+
+def _check_world(launch: Launch) -> None:
+    recipe, ranks = launch.recipe, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != recipe.world.ranks:
+        starts = "bash launch/grpo.sh"
+        if launch.work is Work.EVALUATE:
+            starts = "python -m megarl.evaluate"
         raise RecipeError(
             f"world.ranks is {recipe.world.ranks}, but {ranks} rank(s) were started; use "
-            f"`bash launch/grpo.sh`, or torchrun --nproc_per_node {recipe.world.ranks}, "
+            f"`{starts}`, or torchrun --nproc_per_node {recipe.world.ranks}, "
             f"or set world.ranks={ranks}"
         )
 
 
-def _check_model(recipe: Recipe) -> None:
-    """Before the slow imports: the model's numbers, and whether they can be cut as the recipe says.
+def _check_model(recipe: Recipe) -> int:
+    """The model's numbers, and whether they can be cut as the recipe says; returns the tokens of
+    the longest sample.
 
     Raises `FolderError`, `LayoutError`, and `RecipeError` for samples longer than the model.
     """
@@ -107,7 +130,7 @@ def _check_model(recipe: Recipe) -> None:
     _check_routers(recipe, spec)
     megatron_placement(spec, mesh)
     sglang_placement(spec, mesh)
-    _check_roles(recipe, spec, longest)
+    return longest
 
 
 def _check_routers(recipe: Recipe, spec: ModelSpec) -> None:
@@ -125,9 +148,9 @@ def _check_routers(recipe: Recipe, spec: ModelSpec) -> None:
             )
 
 
-def _check_roles(recipe: Recipe, actor: ModelSpec, longest: int) -> None:
+def _check_roles(recipe: Recipe, longest: int) -> None:
     """The models of the critic and the reference beside the actor's."""
-    mesh = mesh_of(recipe)
+    actor, mesh = read_spec(Path(recipe.model.path)), mesh_of(recipe)
     if recipe.algorithm.needs_values:
         folder = Path(recipe.critic.path or recipe.model.path)
         critic_spec(folder, actor, longest, mesh)
@@ -184,6 +207,8 @@ def _prepare_folder(launch: Launch) -> tuple[FileLock | None, Resume | None]:
     decides where it goes on."""
     from megarl.run_folder import claim_folder, make_folder
 
+    if launch.evaluation is not None:
+        return _claim_evaluation(launch), None
     if os.environ.get("RANK", "0") == "0":
         return claim_folder(
             launch.recipe,
@@ -192,6 +217,19 @@ def _prepare_folder(launch: Launch) -> tuple[FileLock | None, Resume | None]:
         )
     make_folder(launch.recipe)
     return None, None
+
+
+def _claim_evaluation(launch: Launch) -> FileLock | None:
+    from megarl.evaluation.folder import claim, refuse_folder
+    from megarl.run_folder import make_folder
+
+    folder = launch.recipe.run_folder
+    if os.environ.get("RANK", "0") == "0":
+        return claim(folder, launch.evaluation)
+    if not (folder / "logs").is_dir():  # rank 0 has not been there: nor may others, then
+        refuse_folder(folder, launch.evaluation)
+    make_folder(launch.recipe)
+    return None
 
 
 def _platform(recipe: Recipe) -> Platform:
@@ -249,6 +287,7 @@ def _work(launch: Launch, resume: Resume | None) -> Callable[[World, Failure], i
     """
     from megarl.assemble import assembled
     from megarl.modes.assemble import assembled_to_score, assembled_to_train
+    from megarl.modes.evaluate_alone import assembled_to_evaluate, evaluate_alone
     from megarl.modes.only import collect, train_sealed
     from megarl.modes.replay import replay
     from megarl.modes.score_again import score_again
@@ -260,6 +299,9 @@ def _work(launch: Launch, resume: Resume | None) -> Callable[[World, Failure], i
             case Work.REPLAY:
                 with assembled_to_train(launch, world, failure) as run:
                     return replay(run, launch)
+            case Work.EVALUATE:
+                with assembled_to_evaluate(launch, world, failure) as bench:
+                    evaluate_alone(bench, launch)
             case Work.SCORE:
                 with assembled_to_score(launch, world, failure) as (desk, tokens, pool):
                     score_again(desk, tokens, pool, launch)

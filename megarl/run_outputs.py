@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.checkpoint.hf_folder import export_folder
-from megarl.evaluate import evaluate
+from megarl.evaluation.files import write_generations, write_numbers
+from megarl.evaluation.held_out import HeldOut, evaluate
 from megarl.observe.report import write_report
 from megarl.observe.runfolder import write_finished
 from megarl.reshard.layout import megatron_placement
-from megarl.rewards.scorer import component_name
 from megarl.rollout.generator import Generator
 
 if TYPE_CHECKING:
@@ -24,23 +24,32 @@ HF_FOLDER = "hf"
 
 
 def evaluate_held_out(run: Run, generator: Generator) -> dict[str, float]:
-    """Accuracy of the committed weights on the held-out prompts, as metrics. Collective."""
+    """The committed weights on the held-out prompts, as metrics; `eval/step_N.jsonl` and `.json`.
+    Collective."""
     with run.stage("evaluate"):
-        result = evaluate(
-            run.world,
-            generator,
-            run.version,
-            run.held_out,
-            run.sampling,
-            pool=run.pool,
-            tokens=run.tokens,
-            metric=component_name(run.recipe.reward.scorers[0].name),
-            sampled=run.recipe.eval.sampled,
-            max_error_share=run.recipe.reward.max_error_share,
-            max_lost_share=run.recipe.rollout.max_lost_share,
-            file=run.folder / "eval" / f"step_{run.version.optimizer_step}.jsonl",
-        )
-    return result | {"eval/optimizer_step": float(run.version.optimizer_step)}
+        done = evaluate(run.world, generator, run.version, held_out_of(run))
+        if run.world.is_main:
+            stem = run.folder / "eval" / f"step_{run.version.optimizer_step}"
+            head = {"version": run.version.id, "optimizer_step": run.version.optimizer_step}
+            write_generations(stem.with_suffix(".jsonl"), head, done.lines)
+            write_numbers(stem.with_suffix(".json"), done.told())
+    return done.metrics | {"eval/optimizer_step": float(run.version.optimizer_step)}
+
+
+def held_out_of(run: Run) -> HeldOut:
+    """What the run's evaluations are made of."""
+    recipe = run.recipe
+    return HeldOut(
+        prompts=run.held_out,
+        fingerprint=run.contracts["eval_data"],
+        tokens=run.tokens,
+        sampling=run.sampling,
+        section=recipe.eval,
+        reward=recipe.reward,
+        max_lost_share=recipe.rollout.max_lost_share,
+        pool=run.pool,
+        probes=run.probes,
+    )
 
 
 def export_on_the_way(run: Run, finished: int, accuracy: float | None = None) -> None:

@@ -22,7 +22,6 @@ from megarl.modes.sealed_updates import table_of
 from megarl.recipe import Recipe, RewardSection
 from megarl.recipe.layout import mesh_of
 from megarl.rewards.score import PENALTY
-from megarl.rewards.scorer import component_name
 from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.rollout.selection import VERDICTS
 
@@ -151,12 +150,15 @@ def scored_under(scores: Scores, before: Recipe, after: Recipe) -> Scores:
 
 def _totals(scores: Scores, section: RewardSection) -> np.ndarray:
     """float64 [N]: the weighted sum, the total of a violated constraint, or the penalty. As in
-    scoring, scorers of weight 0 do not count, whatever they said."""
+    scoring, scorers of weight 0 do not count, whatever they said, nor do those that said nothing
+    of a row, because they do not score it."""
     total, violated = np.zeros(len(scores)), np.zeros(len(scores), dtype=bool)
     for scorer in section.scorers:
-        said = scores.components[component_name(scorer.name)]
+        said = scores.components.get(scorer.title)
+        if said is None:
+            continue
         if scorer.weight:
-            total = total + said * scorer.weight
+            total = total + np.where(np.isnan(said), 0.0, said * scorer.weight)
         if scorer.at_least is not None:
             violated |= said < scorer.at_least
     if violated.any():

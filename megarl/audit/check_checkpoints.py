@@ -153,7 +153,8 @@ def _positions(run: RunView, place: RunView) -> Iterator[Found]:
         read.append((file, position))
         for what, field in _wrong(run, commit, position):
             yield Found(file, what, field=field)
-    for name in ("model", "critic", "eval_data", "algorithm"):  # others are compared with facts
+    # Others are compared with facts.
+    for name in ("model", "critic", "eval_data", "algorithm", "curriculum"):
         told = [(file, item.iteration - 1, item.contracts.get(name, NONE)) for file, item in read]
         for (file, _, value), wanted in parted(run, name, told):
             yield Found(file, f"{value}, it should be {wanted}", field=f"contracts.{name}")

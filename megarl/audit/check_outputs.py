@@ -64,7 +64,8 @@ def _expected(view: IterationView) -> dict[str, float]:
         tokens=len(gaps),
         where="",
     )
-    plan = replace(plan, account=plan.account | _HOW_DRAWN)
+    sources = tuple(prompt["source"] for prompt in sealed.prompts)
+    plan = replace(plan, account=plan.account | _HOW_DRAWN, sources=sources)
     wanted = FROM_FACTS if run.only_collects else FROM_FACTS + FROM_SELECTION
     row = reward_row(table.scores) | rollout_row(table, plan, parity)
     row = {key: value for key, value in row.items() if key.startswith(wanted)}

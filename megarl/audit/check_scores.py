@@ -15,7 +15,6 @@ from megarl.experience.columns import SealError
 from megarl.experience.manifest import MANIFEST_FILE
 from megarl.recipe import RewardSection
 from megarl.rewards.score import PENALTY
-from megarl.rewards.scorer import component_name
 
 LARGEST_LOG_PROB = 1e-6
 """A log-prob above 0 by more is no rounding."""
@@ -23,17 +22,21 @@ LARGEST_LOG_PROB = 1e-6
 
 def scores(view: IterationView) -> Iterator[Found]:
     """Every total is what the recipe makes of the components: their weighted sum, the total of a
-    violated constraint, or the declared penalty. Every scorer's component is there."""
-    section = view.facts_recipe.reward
+    violated constraint, or the declared penalty. The component of every scorer that scores the row
+    is there, and no other."""
+    section, prompts = view.facts_recipe.reward, view.sealed.prompts
     for row, record in enumerate(view.sealed.records):
-        found = _wrong_total(record, section)
+        reward = prompts[record.draw_index].get("reward", "")
+        found = _wrong_total(record, section, reward)
         if found is not None:
             what, field = found
             part = view.file("rollout_*.safetensors")
             yield Found(part, what, view.sealed.sample_id(row), f"reward.{field}")
 
 
-def _wrong_total(record: RewardRecord, section: RewardSection) -> tuple[str, str] | None:
+def _wrong_total(
+    record: RewardRecord, section: RewardSection, reward: str
+) -> tuple[str, str] | None:
     """(what, field), None where the total is right."""
     if record.status is not RewardStatus.OK:
         return None
@@ -41,7 +44,7 @@ def _wrong_total(record: RewardRecord, section: RewardSection) -> tuple[str, str
         if record.total == section.penalty:
             return None
         return f"penalty {record.total}, the recipe's is {section.penalty}", "total"
-    scorers = {component_name(item.name): item for item in section.scorers}
+    scorers = {item.title: item for item in section.scorers if item.scores(reward)}
     if record.components.keys() != scorers.keys():
         odd = sorted(record.components.keys() ^ scorers.keys())
         return f"components {odd} are not those of the recipe's scorers", "components"

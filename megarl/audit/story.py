@@ -26,7 +26,6 @@ from megarl.checkpoint.segments import segment_of
 from megarl.experience.load import SealedIteration
 from megarl.experience.source import SOURCE_FILE
 from megarl.recipe import Recipe
-from megarl.rewards.scorer import component_name
 from megarl.rollout.requests import request_seed
 from megarl.rollout.selection import Verdict
 
@@ -206,7 +205,7 @@ def _tokens(
 
 def _reward(recipe: Recipe, sealed: SealedIteration, row: int) -> dict[str, Any]:
     record = sealed.records[row]
-    weights = {component_name(item.name): item.weight for item in recipe.reward.scorers}
+    weights = {item.title: item.weight for item in recipe.reward.scorers}
     components = {
         name: {
             "score": value,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.assemble import sampling_of
+from megarl.assemble_data import sampling_of
 from megarl.assemble_roles import actor_of, controller_of, critic_of, offload_of
 from megarl.contracts.states import FROM_SEALED
 from megarl.contracts.tokens import Tokens

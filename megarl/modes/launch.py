@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.checkpoint.segments import segment_of, segments_of
 from megarl.experience.manifest import sealed_iterations
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.differences import update_differences
+
+if TYPE_CHECKING:
+    from megarl.evaluation.arguments import Asked
 
 RECIPE_FILE = "recipe.yaml"
 
@@ -33,6 +36,8 @@ Parts of the loop, and iterations once more. RUN is a run's folder, or its name 
 
   bash launch/grpo.sh runs/NAME/recipe.yaml --replay NAME@3 actor.tp=1
   bash launch/grpo.sh RECIPE run.name=again --only score --from NAME
+
+Held-out evaluation of a checkpoint or a model folder by itself: python -m megarl.evaluate --help
 """
 
 
@@ -44,6 +49,7 @@ class Work(StrEnum):
     SCORE = "score"
     TRAIN = "train"
     REPLAY = "replay"
+    EVALUATE = "evaluate"
 
     @property
     def reads_sealed(self) -> bool:
@@ -72,6 +78,8 @@ class Launch:
     what_if: tuple[str, ...] = ()
     """For a replay: keys that the command line set so that the update computes something else than
     the run's did, as `key=value (run: value)`."""
+    evaluation: Asked | None = None
+    """For an evaluation by itself: what it is of, and where it writes."""
 
 
 OPTIONS = {

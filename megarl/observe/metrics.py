@@ -34,6 +34,12 @@ CLIP_LOW, CLIP_HIGH = "policy/clip_low", "policy/clip_high"
 REFERENCE_KL = "reference/kl"
 VALUE_LOSS = "critic/value_loss"
 EXPLAINED = "value/explained_variance"
+REWARD_OF = "reward/source/"
+EQUAL_OF = "groups/zero_variance/source/"
+LENGTH_OF = "response/length/source/"
+PROMPTS_OF = "rollout/prompts/source/"
+BY_SOURCE = (REWARD_OF, EQUAL_OF, LENGTH_OF, PROMPTS_OF)
+"""Numbers of each source, whose name follows."""
 SHOWN = frozenset(
     {
         REWARD,
@@ -48,7 +54,7 @@ SHOWN = frozenset(
         EXPLAINED,
     }
 )
-"""Numbers that console, summary and report show, besides times and evaluations."""
+"""Numbers that console, summary and report show, besides times, evaluations and those by source."""
 MOST_ITERATIONS = 1 << 53
 """Whole numbers below it are exact as floats."""
 
@@ -169,7 +175,7 @@ def _check_read(row: Mapping[str, Any]) -> None:
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise MetricsError(f"metric {key!r} is out of range")
         _plain(key, value)
-        shown = key in SHOWN or key.startswith((STAGE_PREFIX, EVALUATION_PREFIX))
+        shown = key in SHOWN or key.startswith((STAGE_PREFIX, EVALUATION_PREFIX, *BY_SOURCE))
         if shown and isinstance(value, bool | str):
             raise MetricsError(f"metric {key!r} is {value!r:.60}, not a number")
 

@@ -16,6 +16,8 @@ from megarl.observe.positions import resumed_told
 from megarl.observe.runfolder import NotARun, RunFiles, accuracy_before_after, is_stage, read_run
 
 REPORT_FILE = "report.html"
+MOST_SOURCES = 8
+"""As many as there are colours."""
 WIDTH, HEIGHT, MARGIN = 640, 200, 48
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 STYLE = """
@@ -46,6 +48,9 @@ def report_html(run: RunFiles) -> str:
     }
     plots = (
         ("Reward, mean of an iteration", {"reward": run.points(metrics.REWARD)}),
+        ("Reward by source", _by_source(run, metrics.REWARD_OF)),
+        ("Share of groups with equal rewards, by source", _by_source(run, metrics.EQUAL_OF)),
+        ("Tokens of a response, by source", _by_source(run, metrics.LENGTH_OF)),
         ("Held-out accuracy", accuracy),
         ("Largest log-prob gap, trainer to generator", {"gap": run.points(metrics.PARITY)}),
         ("Entropy of the policy, nats", {"entropy": run.points(metrics.ENTROPY)}),
@@ -71,6 +76,10 @@ def report_html(run: RunFiles) -> str:
         f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n"
         f"<body><h1>{escape(run.name)}</h1>{incomplete}\n{_facts(run)}\n{body}</body></html>\n"
     )
+
+
+def _by_source(run: RunFiles, prefix: str) -> dict[str, Points]:
+    return {name: run.points(prefix + name) for name in run.sources()[:MOST_SOURCES]}
 
 
 def write_report(run_folder: Path) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 from megarl.algorithms.importance import effective_share
 from megarl.algorithms.objectives import merge_sums
 from megarl.algorithms.values import explained_variance
-from megarl.contracts.records import Scores
+from megarl.contracts.records import STATUSES, RewardStatus, Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
 from megarl.data.table import SampleTable
@@ -47,7 +47,7 @@ def iteration_row(
 
 def rollout_row(table: SampleTable, plan: IterationPlan, parity: Parity) -> dict[str, float]:
     """The part of the row that is known before anything is learnt."""
-    row = reward_row(table.scores) | _responses(table) | _groups(plan)
+    row = reward_row(table.scores) | _responses(table) | _groups(plan) | source_row(table, plan)
     row["parity/tokens"] = float(parity.tokens)
     if parity.tokens:
         row |= {"parity/logprob_gap_max": parity.max, "parity/logprob_gap_mean": parity.mean}
@@ -55,21 +55,53 @@ def rollout_row(table: SampleTable, plan: IterationPlan, parity: Parity) -> dict
 
 
 def reward_row(scores: Scores) -> dict[str, float]:
-    """What was scored, over all samples that could be."""
+    """What was scored, over all samples that could be, in all and by component; of each component
+    over those that have it."""
     ok = scores.ok
     row = {"reward/unscored": float((~ok).sum())}
+    for status in (RewardStatus.TIMEOUT, RewardStatus.ERROR):
+        if count := int((scores.status_code == STATUSES.index(status)).sum()):
+            row[f"reward/unscored/{status}"] = float(count)
     if ok.any():
         total = scores.total[ok]
-        row |= {
-            "reward/mean": float(total.mean()),
-            "reward/std": float(total.std()),
-            "reward/min": float(total.min()),
-            "reward/max": float(total.max()),
-        }
+        row |= {"reward/mean": float(total.mean()), **_spread("reward", total)}
     for name, values in scores.components.items():
         known = values[~np.isnan(values)]
         if len(known):
             row[f"reward/{name}"] = float(known.mean())
+            row[f"reward/{name}/scored"] = float(len(known))
+            row |= _spread(f"reward/{name}", known)
+    return row
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}/std": float(values.std()),
+        f"{name}/min": float(values.min()),
+        f"{name}/max": float(values.max()),
+    }
+
+
+def source_row(table: SampleTable, plan: IterationPlan) -> dict[str, float]:
+    """Rewards, lengths and groups by the source of the prompt; nothing where the iteration drew
+    from one source alone."""
+    names, source = np.unique(np.array(plan.sources, dtype=object), return_inverse=True)
+    if len(names) < 2:
+        return {}
+    scores, of_row = table.scores, source[table.draw_index]
+    equal = np.unique(table.draw_index[plan.selection.equal])
+    row = {}
+    for index, name in enumerate(names.tolist()):
+        prompts = int((source == index).sum())
+        row[f"rollout/prompts/source/{name}"] = float(prompts)
+        row[f"groups/zero_variance/source/{name}"] = float((source[equal] == index).sum()) / prompts
+        mine = of_row == index
+        if mine.any():
+            row[f"response/length/source/{name}"] = float(table.response_length[mine].mean())
+            cut = table.end[mine] == End.TRUNCATED
+            row[f"response/truncated/source/{name}"] = float(cut.mean())
+        if (scored := mine & scores.ok).any():
+            row[f"reward/source/{name}"] = float(scores.total[scored].mean())
     return row
 
 

@@ -65,6 +65,11 @@ class RunFiles:
         """(iteration, value) of the rows that have the metric `key`."""
         return [(row[metrics.ITERATION], row[key]) for row in self.rows if key in row]
 
+    def sources(self) -> list[str]:
+        """Sources that iterations tell apart, by name; none where they drew from one alone."""
+        keys = {key for row in self.rows for key in row if key.startswith(metrics.PROMPTS_OF)}
+        return sorted(key.removeprefix(metrics.PROMPTS_OF) for key in keys)
+
     def replayed(self) -> str | None:
         """What a finished replay found, in words; None for other runs."""
         if not self.replay:

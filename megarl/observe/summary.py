@@ -21,6 +21,7 @@ from megarl.observe.runfolder import (
     read_run,
 )
 
+MOST_SOURCES = 12
 FILES = (
     ("metrics.jsonl", "one JSON object per iteration"),
     ("report.html", "plots, for a browser"),
@@ -41,7 +42,8 @@ def summary(run: RunFiles) -> str:
     """The summary's text. An incomplete run is called so in its first lines, a replay too."""
     if run.replay:
         return "\n\n".join("\n".join(part) for part in (_head(run), _files(run)))
-    parts = [_head(run), _results(run), _times(run), _plot(run), _files(run), _next(run)]
+    parts = [_head(run), _results(run), _by_source(run), _times(run), _plot(run)]
+    parts += [_files(run), _next(run)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -69,7 +71,7 @@ def _results(run: RunFiles) -> list[str]:
         ("held-out accuracy, sampled", metrics.ACCURACY_SAMPLED),
     ):
         before, after = accuracy_before_after(run.rows, key)
-        lines.append(f"  {label:<30}{_number(before)}{_number(after)}")
+        lines.append(f"  {label:<30}{_number(before)}{_number(after)}{_interval(run, key)}")
     rewards = [value for _, value in run.points(metrics.REWARD)]
     first, last = (rewards[0], rewards[-1]) if rewards else (None, None)
     lines.append(f"  {'reward, first and last':<30}{_number(first)}{_number(last)}")
@@ -82,6 +84,37 @@ def _results(run: RunFiles) -> list[str]:
             + allowed
         )
     return lines
+
+
+def _interval(run: RunFiles, key: str) -> str:
+    """Of the last evaluation, where it has one."""
+    bounds = [accuracy_before_after(run.rows, f"{key}/{side}")[1] for side in ("low", "high")]
+    if None in bounds:
+        return ""
+    level = run.setting("eval", "confidence")
+    percent = f"{100 * level:g} %: " if isinstance(level, int | float) else ""
+    return "  ({}{:.3f} to {:.3f})".format(percent, *bounds)
+
+
+def _by_source(run: RunFiles) -> list[str]:
+    """Of iterations that drew from several: each source's first reward, and where it came to."""
+    sources = run.sources()
+    if not sources:
+        return []
+    heads = ("first", "last", "equal", "tokens")
+    lines = [f"  {'by source':<30}" + "".join(f"{head:>9}" for head in heads)]
+    for name in sources[:MOST_SOURCES]:
+        rewards, equal, tokens = (
+            [value for _, value in run.points(prefix + name)]
+            for prefix in (metrics.REWARD_OF, metrics.EQUAL_OF, metrics.LENGTH_OF)
+        )
+        told = (rewards[:1], rewards[-1:], equal[-1:], tokens[-1:])
+        shown = "".join(letter if letter.isprintable() else "?" for letter in name)
+        shown = shown if len(shown) <= 28 else shown[:27] + "…"
+        lines.append(f"  {shown:<30}" + "".join(_number(*(each or [None])) for each in told))
+    if len(sources) > MOST_SOURCES:
+        lines.append(f"  and {len(sources) - MOST_SOURCES} more, see metrics.jsonl")
+    return [*lines, "  (first, last: reward; equal: groups of equal rewards; tokens: a response's)"]
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,9 @@ from megarl.rewards.scorer import BUILT_IN
 
 Refusal = tuple[tuple[str, ...], str]
 
+TAKEN = frozenset({"mean", "std", "min", "max", "unscored", "shaped_mean", "source"})
+"""What follows `reward/` in other metrics than a component's."""
+
 
 def data_refusals(recipe: Recipe) -> Iterator[Refusal]:
     """Everything that the keys about prompts, rewards and evaluation refuse about each other."""
@@ -123,6 +126,12 @@ def _scorers(key: str, scorers: Sequence[ScorerSection]) -> Iterator[Refusal]:
                 (f"{key}.{index}.name", f"{key}.{index}.component"),
                 f"scorer {scorer.name} is listed twice as {titles[index]}, its records could not "
                 "be told apart; keep one, or give it another `component`",
+            )
+        if titles[index] in TAKEN:
+            yield (
+                (f"{key}.{index}.component", f"{key}.{index}.name"),
+                f"reward/{titles[index]} is the name of another metric; give the scorer another "
+                "`component`",
             )
         if "/" in titles[index]:
             yield (

@@ -9,7 +9,6 @@ from types import MappingProxyType
 import numpy as np
 
 from megarl.audit.view import open_run
-from megarl.rewards.scorer import component_name
 from megarl.rollout.selection import VERDICTS, Verdict
 from tests.audit.fault import fault
 from tests.audit.forge import Forger, swap_rows, without_row
@@ -182,7 +181,7 @@ def an_edited_total(forger: Forger) -> None:
 def an_edited_total_with_its_component(forger: Forger) -> None:
     scorers = open_run(forger.run).recipe.reward.scorers
     counted = next(item for item in scorers if item.weight)
-    component = f"reward.component.{component_name(counted.name)}"
+    component = f"reward.component.{counted.title}"
     _edit_rewards(forger, {component: 0.25, "reward.total": 0.25 * counted.weight})
 
 

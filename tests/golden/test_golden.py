@@ -71,7 +71,7 @@ def tokens(folders):
 
 
 def sampling_of(name: str, tokens: Tokens) -> SamplingContract:
-    """As `assemble.sampling_of` makes it of a recipe."""
+    """As `assemble_data.sampling_of` makes it of a recipe."""
     stops = {*tokens.eos_ids, *tokens.ids_of(load(name).get("stop", []))}
     limit = load(name).get("max_response_tokens", LIMIT)
     return tiny.sampling(stop_token_ids=tuple(sorted(stops)), max_response_tokens=limit)

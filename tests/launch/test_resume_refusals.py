@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.assemble import _load_data, contracts_of
+from megarl.assemble_data import contracts_of, load_inputs
 from megarl.checkpoint.commit import NoCheckpoint
 from megarl.checkpoint.resume import ResumeRefused, contents, decide
 from megarl.contracts.errors import InputError
@@ -79,12 +79,12 @@ class Place:
         contents(recipe, resume, self.contracts(recipe), recipe.run_folder)
 
     def contracts(self, recipe: Recipe) -> dict[str, str]:
-        tokens, train, held_out = _load_data(recipe)
+        inputs = load_inputs(recipe)
         self.patch.syspath_prepend(self.folder)
-        pool = ScoringPool(recipe.reward, tokens)
+        pool = ScoringPool(recipe.reward, inputs.tokens)
         try:
             spec = read_spec(Path(recipe.model.path))
-            return contracts_of(recipe, spec, tokens, train, held_out, pool)
+            return contracts_of(recipe, spec, inputs, pool)
         finally:
             pool.close()
 

@@ -30,7 +30,7 @@ WRITERS = (
     "observe/row.py",
     "observe/timeline.py",
     "algorithms/credit_numbers.py",
-    "evaluate.py",
+    "evaluation/numbers.py",
     "run.py",
     "run_outputs.py",
     "modes/only.py",
@@ -39,6 +39,16 @@ WRITERS = (
 """Where rows get their names."""
 FILLED_IN = {
     "reward/{name}": ["reward/exact_match"],
+    "reward/{name}/scored": ["reward/exact_match/scored"],
+    "reward/unscored/{status}": ["reward/unscored/timeout", "reward/unscored/error"],
+    "{name}/min": ["reward/min", "reward/exact_match/min"],
+    "{name}/max": ["reward/max", "reward/exact_match/max"],
+    "rollout/epoch/{name}": ["rollout/epoch/train"],
+    "rollout/prompts/source/{name}": ["rollout/prompts/source/train"],
+    "reward/source/{name}": ["reward/source/train"],
+    "response/length/source/{name}": ["response/length/source/train"],
+    "response/truncated/source/{name}": ["response/truncated/source/train"],
+    "groups/zero_variance/source/{name}": ["groups/zero_variance/source/train"],
     "groups/{name}": [],  # of a selection, below
     "lost/{reason}": ["lost/aborted"],
     "drop_rate/{label}/{name}": ["drop_rate/source/train", "drop_rate/length/1-4"],
@@ -46,11 +56,29 @@ FILLED_IN = {
     "{group}/grad_norm": ["update/grad_norm", "critic/grad_norm"],
     "{group}/lr": ["update/lr", "critic/lr"],
     "{name}/mean": ["advantage/mean", "return/mean"],
-    "{name}/std": ["advantage/std", "return/std"],
+    "{name}/std": ["advantage/std", "return/std", "reward/std", "reward/exact_match/std"],
     "eval/accuracy{suffix}": ["eval/accuracy", "eval/accuracy_sampled"],
     "eval/unscored{suffix}": ["eval/unscored", "eval/unscored_sampled"],
     "eval/lost{suffix}": ["eval/lost", "eval/lost_sampled"],
+    "eval/total{suffix}": ["eval/total", "eval/total_sampled"],
     "eval/response_length{suffix}": ["eval/response_length", "eval/response_length_sampled"],
+    "eval/truncated{suffix}": ["eval/truncated", "eval/truncated_sampled"],
+    "eval/pass@{k}": ["eval/pass@4"],
+    "eval/pass@{k}/left_out": ["eval/pass@4/left_out"],
+    "{name}/low": ["eval/accuracy/low", "eval/accuracy_sampled/low", "eval/pass@4/low"],
+    "{name}/high": ["eval/accuracy/high", "eval/accuracy_sampled/high", "eval/pass@4/high"],
+    "eval/probe/{name}{suffix}": ["eval/probe/format", "eval/probe/format_sampled"],
+    "eval/probe/{name}/unscored{suffix}": [
+        "eval/probe/format/unscored",
+        "eval/probe/format/unscored_sampled",
+    ],
+    "eval/prompts/source/{source}": ["eval/prompts/source/sums"],
+    "eval/accuracy{suffix}/source/{source}": [
+        "eval/accuracy/source/sums",
+        "eval/accuracy_sampled/source/sums",
+    ],
+    "eval/probe/{name}{suffix}/source/{source}": ["eval/probe/format_sampled/source/sums"],
+    "eval/pass@{k}/source/{source}": ["eval/pass@4/source/sums"],
     "eval/final/{key.removeprefix('eval/')}": ["eval/final/accuracy"],
     "before/{key}": ["before/reward/mean"],
 }
@@ -79,7 +107,7 @@ def written(path: Path) -> Iterator[str]:
             text = node.value
         else:
             continue
-        if isinstance(text, str) and re.fullmatch(r"(\{\w+\}|[a-z_]+)/[\w{}/.'()]+", text):
+        if isinstance(text, str) and re.fullmatch(r"(\{\w+\}|[a-z_]+)/[\w{}/.'()@]+", text):
             yield text
 
 

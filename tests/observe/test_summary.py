@@ -78,6 +78,43 @@ def test_the_summary_tells_results_times_files_and_what_next(
     assert "●" in text and all(len(line) <= 100 for line in text.splitlines() if "/" not in line)
 
 
+def by_source(row: dict, **rewards: float | None) -> dict:
+    """A row that tells sources apart; a reward of None: none could be scored."""
+    told = dict(row)
+    for place, (name, reward) in enumerate(rewards.items()):
+        told |= {
+            f"rollout/prompts/source/{name}": 4.0,
+            f"groups/zero_variance/source/{name}": 0.25 * place,
+            f"response/length/source/{name}": 30.5 + place,
+        }
+        told |= {} if reward is None else {f"reward/source/{name}": reward}
+    return told
+
+
+def test_sources_are_told_apart_where_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        ROWS[0],
+        by_source(ROWS[1], math=0.5, **{"code<b>\x1b" + "x" * 40: None}),
+        by_source(ROWS[2], math=0.75, **{"code<b>\x1b" + "x" * 40: None}),
+    ]
+    folder = write_run(tmp_path / "run", rows)
+    text = told(folder, capsys)
+    words = [" ".join(line.split()) for line in text.splitlines()]
+    assert "by source first last equal tokens" in words
+    assert "math 0.500 0.750 0.000 30.500" in words
+    assert "code<b>?xxxxxxxxxxxxxxxxxxx… - - 0.250 31.500" in words
+    page = report.write_report(folder).read_text()
+    for title in ("Reward by source", "Share of groups with equal rewards", "Tokens of a response"):
+        assert title in page
+    assert "code&lt;b&gt;" in page and "code<b>" not in page
+    assert "by source" not in told(write_run(tmp_path / "one", ROWS), capsys)
+    assert "by source" not in report.write_report(tmp_path / "one").read_text()
+    many = by_source(ROWS[0], **{f"s{number:02}": 0.5 for number in range(20)})
+    assert "and 8 more, see metrics.jsonl" in told(write_run(tmp_path / "many", [many]), capsys)
+
+
 def test_an_incomplete_run_says_so_and_how_far_it_came(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_resolved_recipes_name_their_sources(capsys: pytest.CaptureFixture[str])
         (f"reward.scorers=[{{name: '{OWN}'}}, {{name: 'other:score'}}]", "listed twice as score"),
         ("reward.scorers=[{name: exact_match, batch: 4}]", "scores one response at a time"),
         ("reward.scorers=[{name: exact_match, component: a/b}]", "'a/b' has a slash"),
+        ("reward.scorers=[{name: 'mine:mean'}]", "reward/mean is the name of another metric"),
         ("reward.scorers=[{name: exact_match, only: [a, a]}]", "a reward name is listed twice"),
         ("reward.scorers=[{name: exact_mach}]", "did you mean exact_match?"),
         ("eval.pass_at=[4]", "pass@4 needs at least 4 sampled responses"),

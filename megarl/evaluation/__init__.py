@@ -1,0 +1,1 @@
+"""Held-out evaluation: generated, scored, estimated with intervals, written down, compared."""
