@@ -53,6 +53,17 @@ smollm2: venv  ## a real pretrained model of 135M parameters, in models/smollm2-
 	    $(PY) tools/convert_ckpt.py megatron-to-hf $(SMOLLM2_FOLDER)-megatron $(SMOLLM2_FOLDER); \
 	fi
 
+.PHONY: demo-smollm2
+demo-smollm2: smollm2  ## SmolLM2-135M learns word problems in GSM8K's form, in some minutes
+	@set -e; $(PY) tools/make_word_problems.py --seed $(SEED); \
+	run=runs/smollm2-135m-gsm8k-style-s$(SEED); \
+	if [ -f $$run/finished.json ]; then \
+	    echo "$$run is finished and is not trained again (to do so: rm -r $$run)"; \
+	else \
+	    bash launch/grpo.sh recipes/smollm2-135m-gsm8k-style.yaml seed=$(SEED); \
+	fi; \
+	$(PY) -m megarl.observe.summary $$run
+
 .PHONY: test
 test: venv lint  ## lint and the CPU suite
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not long and not gpu"

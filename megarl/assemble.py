@@ -102,14 +102,13 @@ def _assemble(
         exports = _restored(start, checkpointer, recipe, spec, world, console)
     offload = offload_of(recipe, world, actor, critic)
     frozen = frozen_of(recipe, world, actor, reference)
-    if checkpointer is not None:
+    if learns:
         checkpointer.offload = Offloads([offload, frozen])
     desk.announce("start_generator")
     generator = _generator(recipe, world)
     stack.callback(generator.close)
-    quarantine = Quarantine(
-        recipe.reward.quarantine_after, recipe.run_folder if world.is_main else None
-    )
+    kept = recipe.run_folder if world.is_main else None
+    quarantine = Quarantine(recipe.reward.quarantine_after, kept)
     if start is not None:
         start.restore_data(inputs.cursor, quarantine, console.note)
         start.restore_controller(controller)

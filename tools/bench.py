@@ -23,6 +23,7 @@ from tools.bench import (  # noqa: E402
     peer_trl,
     reshard,
     reshard_growth,
+    scoring,
 )
 from tools.bench.harness import Bench, BenchError, report  # noqa: E402
 
@@ -39,6 +40,7 @@ BENCHES: dict[str, Bench] = {
         logprobs,
         packing,
         invariance,
+        scoring,
     )
 }
 

@@ -26,6 +26,7 @@ from megarl.contracts.samples import End, Sample
 from megarl.contracts.tokens import Tokens
 from megarl.rewards.frames import Died, Outcome, ScorerSetup, Setup, TimedOut, Verdict
 from megarl.rewards.scorer import Response, ScorerError
+from megarl.rewards.sources import named_files
 from megarl.rewards.workers import Job, WorkerPool
 
 StepScores = tuple[tuple[int, float], ...]
@@ -265,11 +266,13 @@ class ScoringPool:
         return sum(components[name] * w for name, w in weighed.items() if name in components), ""
 
     def _hash_version(self, setup: Setup) -> str:
-        """Over code, options, weights, constraints, rules and library versions."""
+        """Over code, options and the files they name, weights, constraints, rules and library
+        versions."""
         sources = self._pool.sources
         return contract_hash(
             {
                 "scorers": [[item.name, item.options] for item in setup.scorers],
+                "named_files": named_files([item.options for item in setup.scorers]),
                 "only": {item.title: sorted(item.only) for item in setup.scorers},
                 "batch": {item.title: item.batch for item in setup.scorers},
                 "weights": self._weights,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any
 
 from megarl.contracts.hashes import file_hash
 
@@ -57,3 +59,14 @@ def loaded_since(before: Collection[str], scorer_modules: Sequence[str]) -> Sour
         names = {owner for package in packages for owner in owners.get(package, ())}
         libraries |= {owner: version(owner) for owner in sorted(names)}
     return Sources(files, libraries)
+
+
+def named_files(options: Any) -> dict[str, str]:
+    """Path → blake3 of every file that an option names, at any depth: a schema, say."""
+    if isinstance(options, str):
+        # Not `Path.is_file`, which raises for a text that is too long for a name.
+        return {options: file_hash(Path(options))} if os.path.isfile(options) else {}
+    inner = options.values() if isinstance(options, Mapping) else options
+    if not isinstance(inner, Iterable):
+        return {}
+    return {name: hash_ for option in inner for name, hash_ in named_files(option).items()}

@@ -65,7 +65,7 @@ def test_the_pages_own_functions_score_as_written(
     monkeypatch.syspath_prepend(tmp_path)
     scorers = [
         {"name": "shown_in_rewards:polite", "component": "manners", "word": "kindly"},
-        {"name": "shown_in_rewards:longest_of", "batch": 64, "weight": 0.0},
+        {"name": "shown_in_rewards:brief", "batch": 64, "weight": 0.0},
         {"name": "shown_in_rewards:judged", "seconds": 0.001, "weight": 2.0},
     ]
     with scoring(*scorers) as pool:
@@ -74,4 +74,4 @@ def test_the_pages_own_functions_score_as_written(
     assert said[0].components["manners"] == 1.0 and said[0].components["judged"] == 1.0
     assert said[1].components["manners"] == 0.0 and said[1].detail == "impolite"
     assert [record.total for record in said] == [3.0, 0.0]
-    assert all(0 < record.components["longest_of"] <= 1 for record in said)
+    assert all(0 < record.components["brief"] <= 1 for record in said)

@@ -239,6 +239,18 @@ def test_contradicting_sections_are_refused():
         ScoringPool(section("exact_match", "exact_match"), Characters())
 
 
+def test_the_version_follows_files_that_options_name(tmp_path):
+    file = tmp_path / "answer.json"
+
+    def version(schema: str) -> str:
+        file.write_text(schema)
+        with scoring({"name": "json_schema", "schema": str(file)}) as pool:
+            return pool.version
+
+    first = version('{"type": "object"}')
+    assert version('{"type": "array"}') != first == version('{"type": "object"}')
+
+
 def test_the_version_follows_code_options_weights_rules_and_libraries(tmp_path, monkeypatch):
     module = tmp_path / "own_scorer.py"
     (tmp_path / "own_helper.py").write_text("ONE = 1.0\n")

@@ -41,12 +41,13 @@ def run_megarl(
     *,
     recipe: str = RECIPE,
     module: str = "megarl.train",
+    part: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, float]]:
     """Train as `recipe` with `settings` says; rows of metrics.jsonl without warm-up and the last.
 
     The last iteration also evaluates and exports. `module` is started in place of `megarl.train`,
-    with `environment` added to this process's.
+    with `environment` added to this process's, and with `part` (`--only …`) after the recipe.
     """
     run = CACHE / "runs" / name
     shutil.rmtree(run, ignore_errors=True)
@@ -61,7 +62,7 @@ def run_megarl(
     arguments = [f"{key}={value}" for key, value in (fixed | dict(settings)).items()]
     ranks = settings.get("world.ranks", 2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", "-m", module, recipe, *arguments]
+    command += [f"--nproc_per_node={ranks}", "-m", module, recipe, *part, *arguments]
     started = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run_command(command, started | dict(environment or {}), CACHE / "runs" / f"{name}.log")
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
