@@ -2,7 +2,7 @@
 
 The program runs in a sandbox (`sandbox.py`), which knows inputs and arguments but no expected
 output: what comes out is compared outside of it. What the program does, however bad, is its score;
-a sandbox that fails by itself is an error, and so is a machine too busy to give the program its time.
+a sandbox that fails by itself is an error, and so is a machine that is too busy to run the program.
 """
 
 from __future__ import annotations
@@ -167,20 +167,23 @@ def last_block(text: str) -> str | None:
 class _Clock:
     """What all cases of a response may take together, and took (seconds)."""
 
+    case: float
     total: float
     spent: float = 0.0
     counted: float = 0.0
 
     @property
     def left(self) -> float:
-        return self.total - self.spent
+        return max(0.0, self.total - self.spent - 1e-6)  # sums of times are rounded
 
     def add(self, ended: Ended) -> None:
         self.spent += ended.seconds
         self.counted += ended.counted
+        if ended.how == code_runner.TIME and ended.counted < self.case:
+            self.check()
 
     def check(self) -> None:
-        """Raises `SandboxError` when time is up for others' sake."""
+        """Of time that is up. Raises `SandboxError` when it is for the machine's fault."""
         waited = self.spent - self.counted
         if waited > STARVED_SHARE * self.spent:
             raise SandboxError(
@@ -205,7 +208,7 @@ def outcomes(
     # A character takes up to 6 bytes in JSON. Rounded, so that it tells nothing of the output.
     longest = max(len(str(case.wanted)) for case in tests.cases)
     most = MIB * (2 + 6 * longest // MIB)
-    clock = _Clock(total_seconds)
+    clock = _Clock(limits.case_seconds, total_seconds)
     text = program.encode("utf-8", "replace").decode()
     rest = list(tests.cases)
     while rest:
@@ -216,7 +219,7 @@ def outcomes(
 
 
 def _outcome(sandbox: Sandbox, case: Case, function: str, clock: _Clock, tolerance: float) -> str:
-    if clock.left <= 0:
+    if not clock.left:
         clock.check()
         return KILLED_FOR[code_runner.TIME]
     key = secrets.token_hex(8).encode()
@@ -229,8 +232,6 @@ def _outcome(sandbox: Sandbox, case: Case, function: str, clock: _Clock, toleran
     }
     ended = sandbox.run(sent)
     clock.add(ended)
-    if ended.how == code_runner.TIME and clock.left <= 0 and not ended.used_up:
-        clock.check()
     if ended.how in KILLED_FOR:
         return KILLED_FOR[ended.how]
     if ended.how == code_runner.SIGNALLED and ended.code == XCPU:

@@ -48,9 +48,6 @@ GRACE_SECONDS = 10.0
 """What the runner gets beyond a case's time to end what it runs and to answer."""
 
 WATCH_SECONDS = 0.05
-LEAST_SECONDS = 0.01
-"""What a case gets at least when it gets more time."""
-
 MEMORY, PROCESSES = "memory", "processes"
 MIB = 1 << 20
 RUNNER_PROCESSES = 1
@@ -220,20 +217,20 @@ class Sandbox(contextlib.AbstractContextManager):
         while True:
             header = self._receive(code_runner.ANSWER.size, WATCH_SECONDS)
             if header is None:
-                first, *pids = below(self._process.pid)  # the first is the runner
-                if over := self._over([first, *pids]):
+                pids = below(self._process.pid)
+                if over := self._over(pids):
                     self.close()
                     seconds = time.monotonic() - began
                     return Ended(over, seconds=seconds, counted=waits.counted(seconds))
                 if time.monotonic() > until:
                     raise SandboxError("the sandbox did not end a case that is over its time")
-                waits.look(pids)
+                waits.look(pids[1:])  # the first is the runner
                 continue
             how, code, seconds, output, result = code_runner.ANSWER.unpack(header)
             if how != code_runner.LATE:
                 break
             waits.look(below(self._process.pid)[1:])
-            more = self._more(waits.counted(seconds), case["seconds"] - seconds)
+            more = waits.more(seconds, self._limits.case_seconds, case["seconds"])
             self._send(more)
             until = time.monotonic() + more + GRACE_SECONDS
         texts = [self._receive(length, GRACE_SECONDS) for length in (output, result)]
@@ -297,11 +294,6 @@ class Sandbox(contextlib.AbstractContextManager):
         code = self._process.returncode
         why = f": {said[-1][:300]}" if said else ""
         return SandboxError(f"the sandbox ended (exit code {code}){why}")
-
-    def _more(self, counted: float, left: float) -> float:
-        """Seconds that a late case gets: what waiting took from it, where so much is left."""
-        missing = self._limits.case_seconds - counted
-        return min(max(missing, LEAST_SECONDS), left) if missing > 0 and left > 0 else 0.0
 
     def _over(self, pids: Sequence[int]) -> str | None:
         """Which limit of all processes together is passed."""

@@ -25,6 +25,8 @@ from pathlib import Path
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 ROUNDING_SECONDS = 0.02
 """By how much the sums of the two clocks, ticks and nanoseconds, may differ."""
+LEAST_SECONDS = 0.01
+"""What a case gets at least when it gets more time."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,12 @@ class Waits:
         unseen = max(0.0, self._ticks - ran - ROUNDING_SECONDS)
         waited = max(0.0, self._waited - unseen)
         return max(0.0, seconds - waited, min(seconds, max(ran, self._ticks)))
+
+    def more(self, seconds: float, limit: float, most: float) -> float:
+        """Seconds that a case gets after so many of wall time: what of `limit` the waiting took,
+        as far as `most` leaves it. 0: no more."""
+        missing, left = limit - self.counted(seconds), most - seconds
+        return min(max(missing, LEAST_SECONDS), left) if missing > 0 and left > 0 else 0.0
 
     def _step(self, pid: int, tid: int) -> tuple[float, float]:
         """By how much its time on a CPU and its waiting grew."""

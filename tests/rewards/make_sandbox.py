@@ -1,9 +1,12 @@
-"""Makers of sandboxes for tests, in each way that works here, and programs run in them."""
+"""Makers of sandboxes for tests, in each way that works here, programs run in them, a busy CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -65,3 +68,20 @@ def said(one: Maker, program: str, **keys: object) -> list[str]:
     ended = run(one, program, **keys)
     assert (ended.how, ended.code) == (EXITED, 0), ended
     return ended.output.decode().splitlines()
+
+
+@contextlib.contextmanager
+def one_cpu(busy: int) -> Iterator[None]:
+    """This thread and what it starts share one CPU, with so many processes that always want it."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    # Sessions of their own: where the kernel groups processes by session, each has a share.
+    loop = ["sh", "-c", "while :; do :; done"]
+    hogs = [subprocess.Popen(loop, start_new_session=True) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        for hog in hogs:
+            hog.kill()
+            hog.wait()

@@ -165,7 +165,7 @@ FORGED = {
     "channel at once": (WRITE + "tell(b'=2'); os._exit(0)", "exited"),
     "channel with frames": (
         WRITE + "from struct import pack\n"
-        "tell(pack('<BiII', 0, 0, 0, 3) + b'+=2' + b'ready\\n'); os._exit(0)",
+        "tell(pack('<BidII', 0, 0, 0, 0, 3) + b'+=2' + b'ready\\n'); os._exit(0)",
         "exited",
     ),
     "at exit": (WRITE + "import atexit\natexit.register(tell, b'=2')\ndef f(x): exit()", "exited"),
@@ -250,7 +250,7 @@ def test_shares_and_what_one_case_leaves_to_the_next(
 
 
 def test_all_cases_together_have_a_time() -> None:
-    one = code.make(score="share", case_seconds=60.0, total_seconds=1.5)
+    one = code.make(score="share", case_seconds=60.0, total_seconds=2.0)
     program = "import time\ndef f(x): time.sleep(60 * (x > 1)); return 2 * x"
     assert one(response(program, CALL)).detail == "passed 1/3: time_limit"
 
@@ -303,7 +303,7 @@ def test_in_a_pool_wrong_bad_and_late_are_three_things() -> None:
     late = "import os, time\nos.fork()\ntime.sleep(60)\ndef f(x): return 2 * x"
     texts = [f"```\n{p}\n```" for p in ("def f(x): return 2 * x", "def f(x): return x", late)]
     options = {"case_seconds": 60.0, "total_seconds": 60.0}
-    with scoring({"name": "code"} | options, deadline_seconds=3.0) as pool:
+    with scoring({"name": "code"} | options, deadline_seconds=2.0) as pool:
         for draw, (text, answer) in enumerate(
             [(texts[0], json.dumps(CALL)), (texts[1], json.dumps(CALL)), (texts[0], "46"),
              (texts[2], json.dumps(CALL)), (texts[0], json.dumps(CALL))]
