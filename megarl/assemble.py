@@ -107,10 +107,8 @@ def _assemble(
     desk.announce("start_generator")
     generator = _generator(recipe, world)
     stack.callback(generator.close)
-    kept = recipe.run_folder if world.is_main else None
-    quarantine = Quarantine(recipe.reward.quarantine_after, kept)
+    quarantine = _quarantine(start, recipe, world, inputs, console)
     if start is not None:
-        start.restore_data(inputs.cursor, quarantine, console.note)
         start.restore_controller(controller)
     return Run(
         **vars(desk),
@@ -133,6 +131,17 @@ def _assemble(
         start=start,
         stop=failure.stop,
     )
+
+
+def _quarantine(
+    start: Start | None, recipe: Recipe, world: World, inputs: Inputs, console: Console
+) -> Quarantine:
+    """Prompts that are drawn no more; with it, what was drawn, as the start goes on with them."""
+    kept = recipe.run_folder if world.is_main else None
+    quarantine = Quarantine(recipe.reward.quarantine_after, kept)
+    if start is not None:
+        start.restore_data(inputs.cursor, quarantine, console.note)
+    return quarantine
 
 
 def _scoring(

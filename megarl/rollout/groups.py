@@ -174,13 +174,9 @@ def plan_iteration(
     target = rollout.prompts_per_iteration
     if drawn is not None:
         prompts = len(drawn.sources)
-    selection, rewards = select(
-        table,
-        recipe,
-        prompts=target if prompts is None else prompts,
-        invalid=invalid,
-        target=target,
-    )
+    elif prompts is None:
+        prompts = target
+    selection, rewards = select(table, recipe, prompts=prompts, invalid=invalid, target=target)
     minibatches = split_minibatches(selection, algorithm.minibatches, algorithm.minibatch_groups)
     packed = minibatches if selection.kept.any() else _probe(selection, algorithm.minibatches)
     update = plan_update(
