@@ -2,13 +2,17 @@
 
 A file is rendered by the same machinery as a model's own template (transformers'
 `apply_chat_template`), with the same names in it: `messages`, `bos_token`, `eos_token`,
-`add_generation_prompt`.
+`add_generation_prompt`, `strftime_now`.
+
+The date in a prompt is `TODAY`, whatever the day: by the clock, a run that goes on tomorrow would
+have other data, and ranks that start around midnight would differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ from megarl.contracts.hashes import bytes_hash
 Messages = Sequence[Mapping[str, Any]]
 
 MODEL, NONE = "model", "none"
+
+TODAY = datetime(2024, 7, 26)
+"""What a template's `strftime_now` tells: the date of Llama 3.1's template where none is given."""
 
 FOREIGN_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What an expression in a template raises besides Jinja's own errors."""
@@ -91,7 +98,11 @@ def render_messages(tokenizer: Any, template: Template, messages: Messages) -> s
 def apply_template(tokenizer: Any, text: str | None, messages: Messages) -> str:
     """Raises what the template raises."""
     return tokenizer.apply_chat_template(
-        list(messages), chat_template=text, tokenize=False, add_generation_prompt=True
+        list(messages),
+        chat_template=text,
+        tokenize=False,
+        add_generation_prompt=True,
+        strftime_now=TODAY.strftime,
     )
 
 

@@ -21,7 +21,7 @@ from megarl.algorithms.own import code_hash, load_own
 from megarl.contracts.errors import InputError
 from megarl.contracts.records import Prompt
 from megarl.data.table import SampleTable
-from megarl.rewards.score import PENALTY
+from megarl.rewards.score import penalised
 from megarl.rewards.scorer import said
 
 KEY = "data.curriculum"
@@ -84,9 +84,7 @@ class PromptHistory:
         A response that got the declared penalty for want of a score counts as one without.
         """
         scores = table.scores
-        penalties = np.array([detail.startswith(PENALTY) for detail in scores.details], dtype=bool)
-        penalised = penalties[scores.detail_code] if len(penalties) else np.zeros(0, dtype=bool)
-        rows = np.flatnonzero(scores.ok & ~penalised)
+        rows = np.flatnonzero(scores.ok & ~penalised(scores))
         draws = table.draw_index[rows]
         counts = np.bincount(draws, minlength=len(prompts)).tolist()
         sums = np.bincount(draws, weights=scores.total[rows], minlength=len(prompts)).tolist()
@@ -165,14 +163,17 @@ class Curriculum:
                 )
 
     def _ask(self, prompt: Prompt, seen: Seen, iteration: int) -> bool:
-        where = f"{KEY}: {self.name}, asked about prompt {prompt.prompt_id} in iteration"
         try:
             answer = self._function(prompt, seen, iteration)
         except Exception as error:  # foreign code may raise anything
-            raise CurriculumError(f"{where} {iteration}, raised {said(error)}") from error
+            where = self._where(prompt, iteration)
+            raise CurriculumError(f"{where}, raised {said(error)}") from error
         if not isinstance(answer, bool):
             raise CurriculumError(
-                f"{where} {iteration}, answered {answer!r:.60}; answer True (it may be drawn) or "
-                "False"
+                f"{self._where(prompt, iteration)}, answered {answer!r:.60}; answer True (it may "
+                "be drawn) or False"
             )
         return answer
+
+    def _where(self, prompt: Prompt, iteration: int) -> str:
+        return f"{KEY}: {self.name}, asked about prompt {prompt.prompt_id} in iteration {iteration}"

@@ -129,7 +129,7 @@ class PromptCursor:
                 "recipe"
             )
         for stream, consumed in zip(self._streams, told or [state], strict=True):
-            stream.position, stream.back = int(consumed["position"]), list(consumed["back"])
+            stream.restore(int(consumed["position"]), consumed["back"])
         if told:
             self._taken = [int(each["taken"]) for each in told]
             self._stood_in = [int(each["stood_in"]) for each in told]
@@ -150,14 +150,16 @@ class PromptCursor:
     def begin(self, iteration: int = 0) -> None:
         """An iteration begins: every row that the curriculum keeps in it may be drawn again."""
         self._drawn = set()
+        for stream in self._streams:
+            stream.begin()
         if self.curriculum is not None:
             self.curriculum.begin(iteration)
 
     def draw(self, count: int, excluded: Collection[str] = ()) -> tuple[Prompt, ...]:
         """The next `count` prompts, none of which this iteration has drawn.
 
-        `excluded` are prompt ids that are passed over and never drawn again. Fewer come, perhaps
-        none, when fewer are left to this iteration. Raises `CurriculumError`.
+        `excluded` are prompt ids that are passed over and never drawn again: it only grows. Fewer
+        come, perhaps none, when fewer are left to this iteration. Raises `CurriculumError`.
         """
         barred = {self._row_of[prompt_id] for prompt_id in excluded}
         gone = np.zeros(len(self._rows), dtype=bool)
@@ -223,7 +225,7 @@ class PromptCursor:
 
 
 def _consumed(stream: Stream) -> dict[str, Any]:
-    return {"position": stream.position, "back": list(stream.back)}
+    return {"position": stream.position, "back": stream.back}
 
 
 def _named(sources: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -146,8 +146,8 @@ class _Texts:
     def look(self, texts: Sequence[str], start: int) -> None:
         """Training prompts from row `start` on, normalised."""
         for train, text in enumerate(texts, start):
-            for row in self._rows.get(_digest(text), ()):
-                self.found.setdefault(row, train)
+            for row in self._rows.pop(_digest(text), ()):
+                self.found[row] = train
 
 
 class _NGrams:
@@ -176,10 +176,14 @@ class _NGrams:
             own = np.unique(_windows(numbers, words))
             hashes.append(own)
             rows.append(np.full(len(own), row, np.int32))
-        hash_ = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
-        order = np.argsort(hash_, kind="stable")
-        self._hashes = hash_[order]
+        all_ = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+        order = np.argsort(all_, kind="stable")
         self._rows = np.concatenate(rows)[order] if rows else np.zeros(0, np.int32)
+        self._hashes, starts = np.unique(all_[order], return_index=True)
+        self._starts = np.append(starts, len(all_))
+        """`_rows[_starts[i] : _starts[i + 1]]` have `_hashes[i]`."""
+        self._met = np.zeros(len(self._hashes), dtype=bool)
+        """Hashes that a training prompt had: later ones find no other row by them."""
 
     def look(self, texts: Sequence[str], start: int) -> None:
         """Training prompts from row `start` on, normalised."""
@@ -187,8 +191,8 @@ class _NGrams:
         for train, text in enumerate(texts, start):
             found = _WORD.findall(text)
             if len(found) < self._words:
-                for row in self._short.get(tuple(found), ()):
-                    self.found.setdefault(row, train)
+                for row in self._short.pop(tuple(found), ()):
+                    self.found[row] = train
                 continue
             get = self._numbers.get
             numbers += [get(word, 0) for word in found]
@@ -198,17 +202,23 @@ class _NGrams:
             return
         array = np.array(numbers, np.uint64)
         foreign = np.concatenate([[0], np.cumsum(array == 0)])
-        whole = foreign[self._words :] == foreign[: -self._words]
-        for at, row in self._matches(_windows(array, self._words), whole):
-            self.found.setdefault(row, owners[at])
+        whole = np.flatnonzero(foreign[self._words :] == foreign[: -self._words])
+        windows = _windows(array, self._words)[whole]
+        for index, at in self._matches(windows):
+            for row in self._rows[self._starts[index] : self._starts[index + 1]].tolist():
+                self.found.setdefault(row, owners[whole[at]])
 
-    def _matches(self, windows: np.ndarray, whole: np.ndarray) -> Iterator[tuple[int, int]]:
-        """(place of a window, held-out row) of each n-gram that both have."""
-        left = np.searchsorted(self._hashes, windows, "left")
-        right = np.searchsorted(self._hashes, windows, "right")
-        for at in np.flatnonzero(whole & (right > left)).tolist():
-            for row in self._rows[left[at] : right[at]].tolist():
-                yield at, row
+    def _matches(self, windows: np.ndarray) -> list[tuple[int, int]]:
+        """(index of a hash, its first window) of each hash that had no match before, in the order
+        of the windows. Each comes once in all, so that what all training prompts begin with costs
+        no more than the rows of the held-out set that do, whatever their product is."""
+        at = np.searchsorted(self._hashes, windows)
+        at[at == len(self._hashes)] = 0
+        hits = np.flatnonzero((self._hashes[at] == windows) & ~self._met[at])
+        indices, first = np.unique(at[hits], return_index=True)
+        self._met[indices] = True
+        order = np.argsort(first)
+        return list(zip(indices[order].tolist(), hits[first[order]].tolist(), strict=True))
 
 
 def _windows(numbers: np.ndarray, words: int) -> np.ndarray:

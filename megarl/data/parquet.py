@@ -52,7 +52,7 @@ def read_parquet(source: SourceSection) -> Iterator[tuple[int, dict[str, Any] | 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Refused]:
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
-    except (UnicodeDecodeError, KeyError):
+    except (UnicodeDecodeError, KeyError, OverflowError):
         if len(batch) > 1:
             for row in range(len(batch)):
                 yield from _rows(batch.slice(row, 1))
@@ -72,6 +72,11 @@ def _why_unreadable(batch: pa.RecordBatch) -> Refused:
             return Refused("not_utf8", f'"{name}" holds bytes that are not UTF-8')
         except KeyError:
             return Refused("malformed_json", f'"{name}" is a map with one key twice')
+        except OverflowError:
+            return Refused(
+                "malformed_json",
+                f'"{name}" holds a date or time beyond the years 1 to 9999; correct it',
+            )
     return Refused("malformed_json", "a row that cannot be read")
 
 
@@ -141,6 +146,12 @@ def _check_columns(path: Path, schema: pa.Schema, source: SourceSection) -> None
                 f'{path}: column "{name}" ({key}) is {kind}, which is not {role}{_advice(kind)}'
             )
     for column in schema:
+        zone = _unknown_zone(column.type)
+        if zone is not None:
+            raise PromptError(
+                f'{path}: column "{column.name}" is {column.type}, and this machine knows no time '
+                f"zone {zone!r}; write the column in UTC, or install the zone (package tzdata)"
+            )
         problem = _problem(column.type, top=True)
         if problem:
             raise PromptError(
@@ -203,6 +214,22 @@ def _is_messages(kind: pa.DataType) -> bool:
         return False
     fields = {field.name: field.type for field in kind.value_type.fields}
     return all(name in fields and _is_text(fields[name]) for name in ("role", "content"))
+
+
+def _unknown_zone(kind: pa.DataType) -> str | None:
+    """The first time zone in a type that Python does not know."""
+    import pyarrow as pa
+
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        try:
+            pa.scalar(0, kind).as_py()
+        except pa.ArrowInvalid:
+            return kind.tz
+        return None
+    inside = [kind.field(index).type for index in range(kind.num_fields)]
+    if pa.types.is_dictionary(kind):
+        inside = [kind.value_type]
+    return next((zone for each in inside if (zone := _unknown_zone(each)) is not None), None)
 
 
 def _problem(kind: pa.DataType, top: bool = False) -> str:

@@ -22,13 +22,13 @@ from megarl.contracts.template import NONE, Template
 from megarl.contracts.tokens import Tokens
 from megarl.data.readers import read_rows
 from megarl.data.refusals import KEPT, PromptError, Refusal, Refused, Tally
-from megarl.data.rows import Checked, RowChecks, checked_row
+from megarl.data.rows import MANY_NAMES, Checked, RowChecks, checked_row
 from megarl.recipe.data import SourceSection
 
 if TYPE_CHECKING:  # it compares sets
     from megarl.data.overlap import Overlap
 
-__all__ = ["Progress", "PromptError", "PromptSet", "Refusal", "check_rewards"]
+__all__ = ["Progress", "PromptError", "PromptSet", "Refusal"]
 
 Progress = Callable[[int, str], None]
 """Told the rows that are done and the path of the file, a few times a second at most."""
@@ -157,39 +157,13 @@ class PromptSet:
                 f"{self.duplicates} of {len(self)} prompts of {', '.join(self.files)} have the "
                 "text of an earlier one; each is a prompt of its own"
             )
+        names = len({row.source for row in self.rows})
+        if names > MANY_NAMES:
+            told.append(
+                f"rows of {', '.join(self.files)} are from {names} sources (data.source_key); each "
+                f"kind of metric by source has {names} names"
+            )
         return told if self.overlap is None else [*told, *self.overlap.notes()]
-
-
-def check_rewards(prompts: PromptSet, section: Any, *, held_out: bool = False) -> None:
-    """Raise `PromptError` where no scorer says anything of a row, naming the first such row.
-
-    `section` is the recipe's `reward`. A row to train on needs a scorer of a weight other than 0, a
-    held-out row any scorer. Where scorers are meant for some reward names (`only`), a name that
-    the recipe or a row gives must be one of these: mistyped, it would silently be scored by the
-    others alone.
-    """
-    listed = {name for scorer in section.scorers for name in scorer.only}
-    known = f"names in `only` are {', '.join(sorted(listed)) or 'none'}"
-    fine: set[tuple[bool, str]] = set()
-    for row, prompt in enumerate(prompts.rows):
-        named = bool(prompts.named) and prompts.named[prompts.source_of_row[row]]
-        if (named, prompt.reward) in fine:
-            continue
-        where = f"{prompts.place(row)}: the row's reward name {prompt.reward!r}"
-        scorers = [scorer for scorer in section.scorers if scorer.scores(prompt.reward)]
-        if not held_out and scorers and not any(scorer.weight for scorer in scorers):
-            raise PromptError(f"{where} is scored by scorers of weight 0 only; give one a weight")
-        if not scorers:
-            raise PromptError(
-                f"{where} is scored by no scorer of reward.scorers; {known}; add it to one, or set "
-                "the source's `reward`"
-            )
-        if named and listed and prompt.reward not in listed:
-            raise PromptError(
-                f"{where} is in no scorer's `only`, so that only the scorers for all rows would "
-                f"score it; {known}; correct the name or add it to a scorer"
-            )
-        fine.add((named, prompt.reward))
 
 
 def _weights(sources: Sequence[SourceSection], template: Template) -> tuple[float, ...] | None:
@@ -226,6 +200,7 @@ class _Loading:
         self._progress, self._told = progress, time.monotonic()
         self._done = 0
         self._seen: dict[str, str] = {}
+        self._names: set[str] = set()
         self._rows: list[Prompt] = []
         self._user_texts: list[str] = []
         self._sources: list[int] = []
@@ -240,7 +215,9 @@ class _Loading:
         """Raises `PromptError`."""
         tally = Tally(source.path)
         self._tallies.append(tally)
-        checks = RowChecks(source, self._tokens, self._template, self._section, self._seen)
+        checks = RowChecks(
+            source, self._tokens, self._template, self._section, self._seen, self._names
+        )
         limit = self._section.max_row_bytes
         waiting: list[tuple[int, Checked | Refused]] = []
         characters = 0

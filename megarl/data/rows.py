@@ -15,13 +15,17 @@ from megarl.contracts.records import Prompt
 from megarl.contracts.template import Template
 from megarl.contracts.tokens import Tokens, TokensError, check_messages
 from megarl.data.readers import too_large
-from megarl.data.refusals import Refused
+from megarl.data.refusals import PromptError, Refused
 from megarl.recipe.data import SourceSection
 
 _SHOWN_KEYS = 20
 _MOST_LEVELS = 100
 """Of lists and objects in a row; what writes, hashes and sends rows goes into them by recursion."""
 ID_KEY = "id"
+MOST_NAMES = 1000
+"""Source names of a set; an iteration has several metrics for each."""
+MANY_NAMES = 100
+"""From more on a person is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,13 @@ class Checked:
     answer: str
     metadata: dict[str, Any]
     reward: str
+    place: str
+    """`file:line`."""
 
 
 class RowChecks:
-    """Checks the rows of one source; `seen` has the ids of all sources of the set."""
+    """Checks the rows of one source; `seen` and `names` have the ids, with their places, and the
+    source names of all usable rows of the set."""
 
     def __init__(
         self,
@@ -49,17 +56,18 @@ class RowChecks:
         template: Template,
         section: Any,
         seen: dict[str, str],
+        names: set[str],
     ) -> None:
         """`source` is filled; `section` is the recipe's `data`."""
         self._source, self._tokens, self._template = source, tokens, template
-        self._section, self._seen = section, seen
+        self._section, self._seen, self._names = section, seen, names
         keys = (source.prompt_key, source.answer_key, source.source_key, source.reward_key)
         self._own = [ID_KEY, *(key for key in keys if key is not None)]
 
     def check(self, number: int, row: dict[str, Any]) -> Checked:
         """Raises `Refused`. `row` has passed `check_json`."""
         source = self._source
-        prompt_id = self._claim_id(row, number)
+        prompt_id = self._id(row, number)
         prompt = required(row, source.prompt_key, "prompt")
         answer = required(row, source.answer_key, "answer")
         if not isinstance(answer, str):
@@ -82,10 +90,14 @@ class RowChecks:
             answer=answer,
             metadata=without(row, self._own),
             reward=reward,
+            place=f"{source.path}:{number}",
         )
 
     def prompt(self, checked: Checked, token_ids: tuple[int, ...]) -> Prompt:
-        """The row with the very ids that the engine executes. Raises `Refused`."""
+        """The row with the very ids that the engine executes; its `id` is taken from then on.
+
+        Raises `Refused`, and `PromptError` where rows have more than 1,000 source names.
+        """
         limit = self._section.max_prompt_tokens
         if len(token_ids) > limit:
             raise Refused(
@@ -99,6 +111,11 @@ class RowChecks:
                 f"token id {largest} is outside the model's vocabulary of "
                 f"{self._tokens.vocab_size}",
             )
+        # Last: a row that is refused takes no id from a later one.
+        first = self._seen.setdefault(checked.prompt_id, checked.place)
+        if first is not checked.place:
+            raise Refused("duplicate_id", f"id {checked.prompt_id!r} is taken by {first}")
+        self._count(checked)
         return Prompt(
             prompt_id=checked.prompt_id,
             source=checked.source,
@@ -109,16 +126,21 @@ class RowChecks:
             reward=checked.reward,
         )
 
-    def _claim_id(self, row: dict[str, Any], number: int) -> str:
+    def _count(self, checked: Checked) -> None:
+        self._names.add(checked.source)
+        if len(self._names) > MOST_NAMES:
+            raise PromptError(
+                f"{checked.place}: source {checked.source!r:.80} is number {len(self._names)}, and "
+                f"each has metrics of its own: {MOST_NAMES} at most; is data.source_key "
+                f"({self._source.source_key}) a column that differs in every row? name another "
+                "one, or none"
+            )
+
+    def _id(self, row: dict[str, Any], number: int) -> str:
         given = row.get(ID_KEY)
         if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
             raise Refused("bad_id", f'"{ID_KEY}" must be a string or an integer, not {given!r}')
-        prompt_id = f"{self._source.name}:{number}" if given in (None, "") else str(given)
-        here = f"{self._source.path}:{number}"
-        first = self._seen.setdefault(prompt_id, here)
-        if first is not here:
-            raise Refused("duplicate_id", f"id {prompt_id!r} is taken by {first}")
-        return prompt_id
+        return f"{self._source.name}:{number}" if given in (None, "") else str(given)
 
     def _name(self, row: dict[str, Any], key: str | None, kind: str) -> str:
         """The row's source or reward name; empty where no key says it."""
@@ -127,6 +149,12 @@ class RowChecks:
         name = required(row, key, kind)
         if not isinstance(name, str) or not name.strip():
             raise Refused(f"bad_{kind}", f'"{key}" must be a text that is not empty, not {name!r}')
+        if not name.isprintable():
+            raise Refused(
+                f"bad_{kind}",
+                f'"{key}" is {name!r:.80}: metrics are named after it, so it may have no line break '
+                "or other character that does not print; write it otherwise",
+            )
         return name
 
     def _rendered(self, prompt: Any) -> str:

@@ -6,7 +6,8 @@ Whose turn it is follows from the turns so far alone, without any randomness.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from fractions import Fraction
 from math import lcm
 
@@ -21,8 +22,12 @@ class Stream:
         self.rows = rows
         self.position = 0
         """Rows of the endless order that were passed: drawn, stepped back or passed over."""
-        self.back: list[int] = []
-        """Passed rows that stepped back, in order; they come before what follows `position`."""
+        self._stepped: list[int] = []
+        """Rows that stepped back in this iteration."""
+        self._waiting: deque[int] = deque()
+        """Rows that stepped back in earlier ones; they come before what follows `position`."""
+        self._spent = False
+        """Nothing is left to this iteration."""
         self._key = key
         self._epoch, self._order = 0, self._shuffle(0)
 
@@ -32,26 +37,50 @@ class Stream:
     @property
     def epoch(self) -> float:
         """How many times the rows have been gone through."""
-        return (self.position - len(self.back)) / len(self.rows)
+        back = len(self._stepped) + len(self._waiting)
+        return (self.position - back) / len(self.rows)
+
+    @property
+    def back(self) -> list[int]:
+        """Passed rows that stepped back, in order; the next iteration begins with them."""
+        return [*self._stepped, *self._waiting]
+
+    def restore(self, position: int, back: Iterable[int]) -> None:
+        """Go on, with an iteration that begins, where the stream stopped that said these."""
+        self.position, self._waiting = position, deque(back)
+        self._stepped, self._spent = [], False
+
+    def begin(self) -> None:
+        """An iteration begins: rows that stepped back come up again, in their order."""
+        self._waiting.extendleft(reversed(self._stepped))
+        self._stepped, self._spent = [], False
 
     def take(self, drawn: Container[int], may: Callable[[int], bool]) -> int | None:
         """The next row that is not in `drawn` and `may` be drawn. Rows in `drawn` step back, others
         that may not are passed over until their turn in the next epoch.
 
-        None when there is no such row; then nothing is consumed.
+        None when there is no such row; then nothing is consumed. Until `begin`, rows may come into
+        `drawn` and be refused by `may`, never the other way: no row is looked at again, and where
+        there was none once there is none until then.
         """
-        before = self.position, list(self.back)
-        waiting, self.back = self.back, []
+        if self._spent:
+            return None
+        position, stepped, waited = self.position, len(self._stepped), []
         # The end of the next epoch: by then every row came up.
         end = (self.position // len(self.rows) + 2) * len(self.rows)
-        while waiting or self.position < end:
-            row = waiting.pop(0) if waiting else self._next()
+        while self._waiting or self.position < end:
+            if self._waiting:
+                row = self._waiting.popleft()
+                waited.append(row)
+            else:
+                row = self._next()
             if row in drawn:
-                self.back.append(row)
+                self._stepped.append(row)
             elif may(row):
-                self.back += waiting
                 return row
-        self.position, self.back = before
+        self.position, self._spent = position, True
+        self._waiting.extend(waited)
+        del self._stepped[stepped:]
         return None
 
     def _next(self) -> int:

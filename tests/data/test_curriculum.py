@@ -21,7 +21,7 @@ from megarl.contracts.samples import EndReason
 from megarl.data.curriculum import Curriculum, CurriculumError, PromptHistory, Seen
 from megarl.data.cursor import PromptCursor
 from megarl.data.table import SampleTable
-from megarl.rewards.score import PENALTY
+from megarl.rewards.scorer import PENALTY
 from tests.data.test_cursor import draw, iteration, prompt_set, weighted
 
 HERE = "tests.data.test_curriculum"
@@ -99,7 +99,7 @@ def test_what_was_not_scored_is_in_no_mean() -> None:
     assert history.seen("b") == history.seen("c") == Seen(draws=1)
     history.note(table((0, None, "KeyError")), PROMPTS[:1])
     assert history.seen("a") == Seen(draws=2, scored=2, mean_reward=0.75, last_reward=0.75)
-    history.note(table((0, 0.25, ""), (1, 0.0, "")), (PROMPTS[1], PROMPTS[0]))
+    history.note(table((0, 0.25, "penalty for x"), (1, 0.0, "")), (PROMPTS[1], PROMPTS[0]))
     assert history.seen("a") == Seen(draws=3, scored=3, mean_reward=0.5, last_reward=0.0)
     assert history.seen("b") == Seen(draws=2, scored=1, mean_reward=0.25, last_reward=0.25)
     assert history.seen("d") == Seen() and history.known == 3

@@ -194,3 +194,23 @@ def test_memory_follows_the_held_out_set():
 
 def test_what_normal_texts_have_in_common():
     assert normal("  ÀB\u00a0\n c ") == normal("àb C") == "àb c"
+
+
+def test_what_all_prompts_begin_with_costs_no_more_than_the_words(monkeypatch):
+    """Each of 300 held-out rows has the 20 n-grams that each of 400 training prompts has."""
+    monkeypatch.setattr(overlap_module, "_BLOCK", 50)
+    head = " ".join(f"solve{n}" for n in range(32))
+    train = [f"{head} a{n} b{n}" for n in range(400)]
+    held_out = [f"{head} c{n} d{n}" for n in range(300)] + ["c1 d1 solve1"]
+    met: list[tuple[int, int]] = []
+    matches = overlap_module._NGrams._matches
+
+    def counted(self: Any, windows: Any) -> list[tuple[int, int]]:
+        met.extend(found := matches(self, windows))
+        return found
+
+    monkeypatch.setattr(overlap_module._NGrams, "_matches", counted)
+    found = compare(train, held_out, 13)
+    assert (found.exact, found.ngram) == (0, 300)
+    assert {pair.train for pair in found.examples} == {"train:1 (id train0)"}
+    assert len(met) == 20

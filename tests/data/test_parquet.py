@@ -172,6 +172,16 @@ TYPES: dict[str, tuple[dict, dict, str]] = {
         {},
         "a map whose keys are int64 has no form",
     ),
+    "zone": (
+        columns(t=pa.array([1], pa.timestamp("us", "Mars/Olympus"))),
+        {},
+        r'"t" is timestamp.*, and this machine knows no time zone .Mars/Olympus.; write .* in UTC',
+    ),
+    "zone inside": (
+        columns(t=pa.array([[{"a": 1}]], pa.list_(pa.struct([("a", pa.timestamp("ms", "X/Y"))])))),
+        {},
+        "knows no time zone 'X/Y'",
+    ),
     "nanoseconds": (
         columns(t=pa.array([[1]], pa.list_(pa.timestamp("ns")))),
         {},
@@ -233,6 +243,19 @@ def test_a_map_with_one_key_twice_is_the_rows_refusal(tmp_path):
     rows = read(table(tmp_path, prompt=["a", "b"], answer=["1", "2"], m=twice))
     assert rows[0][1]["m"] == {"x": 1} and isinstance(rows[1][1], Refused)
     assert rows[1][1].why == '"m" is a map with one key twice'
+
+
+def test_a_date_that_python_has_none_for_is_the_rows_refusal(tmp_path):
+    columns = {
+        "day": pa.array([1, 2**30, 3, None], pa.int32()).cast(pa.date32()),
+        "at": pa.array([1, 2, -(2**61), None]).cast(pa.timestamp("us", "+01:00")),
+    }
+    rows = read(table(tmp_path, prompt=["p"] * 4, answer=["1"] * 4, **columns))
+    assert rows[0][1]["day"] == "1970-01-02" and rows[0][1]["at"].endswith("+01:00")
+    assert rows[3][1]["day"] is None
+    for (_, refused), name in zip(rows[1:3], ("day", "at"), strict=True):
+        assert isinstance(refused, Refused) and refused.kind == "malformed_json"
+        assert f'"{name}" holds a date or time beyond the years 1 to 9999' in refused.why
 
 
 def test_broken_parquet_is_told_with_the_row_before_it(tmp_path):

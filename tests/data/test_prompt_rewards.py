@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.contracts.tokens import Tokens
-from megarl.data.prompts import PromptError, check_rewards
+from megarl.data.prompts import PromptError
+from megarl.data.reward_names import check_only, check_probes, check_rewards
 from megarl.recipe.learning import ScorerSection
 from tests.contracts.tokenizer_folders import character_folder
 from tests.data.prompt_files import TEMPLATE, load, two_files, write
@@ -58,3 +59,25 @@ def test_a_reward_name_of_a_row_is_checked_too(tokens, tmp_path):
     assert [row.reward for row in loaded.rows] == ["maths", "mahts"]
     with pytest.raises(PromptError, match=r"rows\.jsonl:2: .*'mahts'.*`only` are maths"):
         check_rewards(loaded, rewards({}, {"only": ["maths"]}))
+
+
+def test_a_name_in_only_that_no_row_has_is_refused(tokens, tmp_path):
+    train = load(two_files(tmp_path), tokens)  # `a`, `maths`
+    write(tmp_path / "held.jsonl", {"prompt": "x", "answer": "1"})
+    held_out = load(tmp_path / "held.jsonl", tokens)
+    scorers = [ScorerSection(name="math", only=names) for names in (["a", "held"], ["maths"])]
+    check_only(train, held_out, scorers)
+    check_probes(held_out, [ScorerSection(name="math", only=["held"]), ScorerSection(name="math")])
+    with pytest.raises(PromptError) as caught:
+        check_only(train, None, scorers)
+    assert str(caught.value) == (
+        "reward.scorers.0.only: no usable row of data.train has the reward name 'held'; rows have "
+        "'a', 'maths'; correct the name or leave it out"
+    )
+    mistyped = [*scorers, ScorerSection(name="math", only=["a", "mahts"])]
+    says = r"^reward\.scorers\.2\.only: .* data\.train or data\.eval .*'mahts'; .* 'a', 'held'"
+    with pytest.raises(PromptError, match=says):
+        check_only(train, held_out, mistyped)
+    # A probe scores held-out rows alone.
+    with pytest.raises(PromptError, match=r"^eval\.probes\.1\.only: .*data\.eval .*'maths'; rows"):
+        check_probes(held_out, [ScorerSection(name="math"), scorers[1]])

@@ -18,6 +18,7 @@ from megarl.contracts.hashes import bytes_hash, canonical_json
 from megarl.contracts.tokens import Tokens, TokensError
 from megarl.data import prompts as prompts_module
 from megarl.data import refusals
+from megarl.data import rows as rows_module
 from megarl.data.prompts import PromptError, PromptSet
 from tests.contracts.tokenizer_folders import (
     character_folder,
@@ -232,6 +233,32 @@ def test_an_id_is_taken_once_over_all_sources(tokens, tmp_path):
     loaded = load([{"path": str(path)} for path in paths], tokens)
     assert [row.prompt_id for row in loaded.rows] == ["same", "a.jsonl", "b.jsonl"]
     assert loaded.refusals == ((f"{paths[1]}:1", f"id 'same' is taken by {paths[0]}:1"),)
+
+
+def test_a_row_that_is_refused_takes_no_id_from_a_good_one(tokens, tmp_path):
+    """Refused before its tokens are made, and for their number."""
+    row = {"prompt": "x", "answer": "1"}
+    rows = [row | {"answer": 7, "id": "a"}, row | {"prompt": "y" * 30, "id": "b"}]
+    rows += [row | {"id": "a"}, row | {"id": "b"}, row | {"id": "a"}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    loaded = load(path, tokens)
+    assert [row.prompt_id for row in loaded.rows] == ["a", "b"]
+    assert loaded.refused == {"answer_not_text": 1, "too_long": 1, "duplicate_id": 1}
+    assert loaded.refusals[2].why == f"id 'a' is taken by {path}:3"
+
+
+def test_as_many_sources_as_rows_are_told_and_then_refused(tokens, tmp_path, monkeypatch):
+    rows = [{"prompt": "x", "answer": "1", "key": f"k{n}"} for n in range(102)]
+    path = write(tmp_path / "rows.jsonl", *rows[:100], rows[0])
+    assert not any("source_key" in note for note in load(path, tokens, source_key="key").notes())
+    path = write(tmp_path / "rows.jsonl", *rows)
+    (note,) = (n for n in load(path, tokens, source_key="key").notes() if "source_key" in n)
+    assert "from 102 sources (data.source_key); each kind of metric by source has 102 names" in note
+    monkeypatch.setattr(rows_module, "MOST_NAMES", 101)
+    with pytest.raises(PromptError, match="rows.jsonl:102: source 'k101' is number 102") as caught:
+        load(path, tokens, source_key="key")
+    assert "(key) a column that differs in every row" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_prompts_of_one_text_are_counted_and_noted(tokens, tmp_path):

@@ -27,7 +27,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
 
 def check(row: dict | bytes, tokens: Tokens, limit: int = 10_000, **keys: Any) -> Any:
     data = DataSection(**{"train": "x.jsonl", "max_prompt_tokens": 20, "template": "none"} | keys)
-    checks = RowChecks(data.training[0], tokens, tokens.template(data.template), data, {})
+    checks = RowChecks(data.training[0], tokens, tokens.template(data.template), data, {}, set())
     return checks.check(7, checked_row(row, limit))
 
 
@@ -114,6 +114,8 @@ def nested(levels: int) -> Any:
         (GOOD | {"k": None}, {"source_key": "k"}, "null_source", '"k" is null'),
         (GOOD | {"k": 3}, {"source_key": "k"}, "bad_source", "must be a text"),
         (GOOD | {"k": " "}, {"source_key": "k"}, "bad_source", "not empty"),
+        (GOOD | {"k": "a\nb"}, {"source_key": "k"}, "bad_source", r"'a\nb': metrics are named"),
+        (GOOD | {"k": "a\x00b"}, {"reward_key": "k"}, "bad_reward", "may have no line break"),
         (GOOD, {"reward_key": "k"}, "missing_reward", 'no "k"'),
         (GOOD | {"k": None}, {"reward_key": "k"}, "null_reward", '"k" is null'),
         (GOOD | {"k": ["a"]}, {"reward_key": "k"}, "bad_reward", "must be a text"),

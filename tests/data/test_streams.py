@@ -1,14 +1,16 @@
-"""Whose turn it is, by weight: never a whole turn away from any source's share.
+"""Whose turn it is, by weight: never a whole turn away from any source's share. How much of an
+order a draw looks at.
 
 The orders themselves are tested through the cursor.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.streams import Turns
+from megarl.data.streams import Stream, Turns, stream_key
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 100).map(float), st.decimals("0.001", "9.999", places=3).map(float)),
@@ -57,3 +59,34 @@ def test_those_that_stand_in_do_so_by_weight():
     for _ in range(9):
         had[turns.stand_in(had, [1, 2])] += 1
     assert had == [0, 6, 3]
+
+
+class Drawn(set[int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __contains__(self, row: object) -> bool:
+        self.asked += 1
+        return super().__contains__(row)
+
+
+def test_a_row_that_stepped_back_is_looked_at_once_an_iteration():
+    stream = Stream(np.arange(500), stream_key(1))
+    stream.restore(500, range(400))
+    drawn = Drawn(range(400))
+    for _ in range(100):
+        drawn.add(stream.take(drawn, lambda row: True))
+    assert len(drawn) == 500 and drawn.asked <= 400 + 500
+    assert stream.back[:400] == list(range(400)) and len(stream.back) == stream.position - 200
+    stream.begin()
+    assert [stream.take(set(), lambda row: True) for _ in range(3)] == [0, 1, 2]
+
+
+def test_an_order_without_a_row_left_is_gone_through_once_an_iteration():
+    stream, drawn = Stream(np.arange(100), stream_key(1)), Drawn()
+    before = stream.position, stream.back
+    assert [stream.take(drawn, lambda row: False) for _ in range(5)] == [None] * 5
+    assert drawn.asked == 200 and (stream.position, stream.back) == before
+    stream.begin()
+    assert stream.take(drawn, lambda row: row == 7) == 7

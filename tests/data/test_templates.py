@@ -73,3 +73,12 @@ def test_what_a_template_refuses_is_the_rows_refusal(tokens, tmp_path, expressio
     loaded = load(write(tmp_path / "rows.jsonl", *rows), tokens, template=str(file))
     assert [row.text for row in loaded.rows] == ["good"] and loaded.refused == {"template": 1}
     assert "the chat template refuses these messages" in loaded.refusals[0].why
+
+
+def test_the_date_in_a_template_is_one_and_the_same_on_all_days(tmp_path):
+    """Llama 3.2's way to ask for it; of the folder's own template and of a file."""
+    text = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'none' }}:"
+    (tmp_path / "chat.jinja").write_text(text)
+    tokens = Tokens.load(character_folder(tmp_path / "own", text))
+    for name in ("model", str(tmp_path / "chat.jinja")):
+        assert tokens.decode(tokens.render("hi", name)) == "26 Jul 2024:"
