@@ -82,7 +82,7 @@ def _assemble(
     console = stack.enter_context(console_of(recipe, world, failure))
     announce(world, console, "load_data")
     spec = read_spec(Path(recipe.model.path))
-    inputs = load_inputs(recipe, console)
+    inputs = load_inputs(recipe, console, world)
     pool, probes = _scoring(stack, recipe, world, inputs, learns)
     contracts = contracts_of(recipe, spec, inputs, pool)
     start = take_up(recipe, world, resume, contracts, console)

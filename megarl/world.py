@@ -109,7 +109,8 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on every rank. For small plain objects.
 
-        One collective for what fits `GATHER_BYTES` on all ranks, a second for the rest of it.
+        One collective for what fits `GATHER_BYTES` on all ranks, a second for the rest of it. Large
+        ones are told by `from_main` and `to_main`, which leave no copy for each rank on each rank.
         """
         mine = pickle.dumps(value)
         sent = len(mine).to_bytes(8, "little") + mine[:GATHER_BYTES].ljust(GATHER_BYTES, b"\0")
@@ -124,6 +125,18 @@ class World:
                 for part, rest, size in zip(parts, rests, sizes, strict=True)
             ]
         return [pickle.loads(part) for part in parts]
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank, of any size; what the others pass is not looked at."""
+        told = [value if self.is_main else None]
+        dist.broadcast_object_list(told, src=0, group=self.control)
+        return told[0]
+
+    def to_main(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on rank 0; nothing on the others. For large objects."""
+        told: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, told, dst=0, group=self.control)
+        return told or []
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, as many on each."""

@@ -67,6 +67,25 @@ def test_a_gather_brings_values_of_any_size(ranks) -> None:
     assert ranks.run(2, _gathered) == [expected, expected]
 
 
+class _Kept:
+    """May not leave this rank."""
+
+    def __reduce__(self) -> str:
+        raise AssertionError("it was sent")
+
+
+def _large() -> tuple[int, list[int]]:
+    world = _world(tp=1)
+    told = world.from_main(b"x" * 100_000 if world.is_main else _Kept())
+    parts = world.to_main(b"y" * 70_000 * world.rank)
+    return len(told), [len(part) for part in parts]
+
+
+@pytest.mark.dist
+def test_large_objects_go_one_way(ranks) -> None:
+    assert ranks.run(2, _large) == [(100_000, [0, 70_000]), (100_000, [])]
+
+
 def _vote(case: str) -> str:
     world = _world(tp=1, timeout=3.0)
     try:

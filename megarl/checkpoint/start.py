@@ -110,7 +110,7 @@ def take_up(
     None for a new run. Raises `ResumeRefused` on every rank, with the run's folder as it was;
     `CheckpointError` where the folder could not be cut back.
     """
-    resume = world.gather(resume)[0]
+    resume = world.from_main(resume)
     if resume is None:
         return None
     folder, layout = recipe.run_folder, layout_of(world)
@@ -123,7 +123,7 @@ def take_up(
         lambda: lines.extend(begin(recipe, resume, folder, layout, differ)),
     )
     # Rank 0 has read it just now; another rank's view of a shared folder may be older.
-    position = world.gather(resume.position() if world.is_main else None)[0]
+    position = world.from_main(resume.position() if world.is_main else None)
     where = "the start" if position is None else resume.checkpoint
     console.note(
         f"going on at iteration {resume.iteration} from {where} (resume {resume.number}, "
@@ -144,6 +144,6 @@ def _on_main(world: World, error_type: type[Exception], do: Callable[[], Any]) -
             do()
         except (OSError, ValueError, CheckpointError) as error:
             problem = error
-    told = world.gather("" if problem is None else str(problem))[0]
+    told = world.from_main("" if problem is None else str(problem))
     if told:
         raise error_type(told) from problem

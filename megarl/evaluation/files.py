@@ -18,8 +18,8 @@ def gather_lines(world: World, lines: Sequence[dict[str, Any]]) -> list[dict[str
     """All ranks' lines on rank 0, none on the others. Collective."""
     kept: list[dict[str, Any]] = []
     for start in range(0, max(world.gather(len(lines))), LINES_AT_ONCE):
-        for part in world.gather(list(lines[start : start + LINES_AT_ONCE])):
-            kept += part if world.is_main else []
+        for part in world.to_main(list(lines[start : start + LINES_AT_ONCE])):
+            kept += part
     return kept
 
 

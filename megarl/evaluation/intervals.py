@@ -1,17 +1,17 @@
 """How far a mean over held-out prompts can be from that over all prompts like them.
 
-Prompts are the sample: responses to one prompt hang together, so the standard error is that of the
-prompts' means (clustered: Miller 2024, arXiv:2411.00640). Of scores in [0, 1] the interval is
-Wilson's (1927, J. Am. Stat. Assoc. 22, 209-212)
+Prompts are the sample: responses to one prompt hang together (clusters: Miller 2024,
+arXiv:2411.00640). Of scores in [0, 1] the interval is Wilson's (1927, J. Am. Stat. Assoc. 22,
+209-212)
 
     (p + z²/2n ± z √(p (1 − p) / n + z²/4n²)) / (1 + z²/n)
 
-with the effective sample size n = p (1 − p) / SE², as is done for clustered samples (Korn and
-Graubard 1998, Survey Methodology 24, 193-201). SE² is the prompts' variance (ddof 0) over their
-number, by which n is the number of prompts where each has one response that is right or wrong: the
-plain interval. Where every response is right or wrong n is at most the number of responses (of
-pass@k a kth of it), for prompts that happen to agree are not worth more than independent draws. It
-has a width at 0 and 1, too. Of other scores it is the normal one, p ± z SE with ddof 1.
+with n the number of prompts, however many responses each has. Means in [0, 1] vary by p (1 − p) at
+most, which they do where each is 0 or 1, so the interval is wide enough also where all responses to
+a prompt are alike; where they are not it is wider than need be. The variance that the prompts show
+could make it narrower, but few prompts show too little of it: where ten prompts happen to agree
+they show none. Of other scores the interval is the normal one, p ± z SE with ddof 1, and there is
+none where the prompts agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Estimate:
 
     value: float
     low: float | None
-    """None, as `high`, where a single prompt tells nothing of the others."""
+    """None, as `high`, where a single prompt tells nothing of the others, and where prompts with
+    scores beyond 0 to 1 all agree."""
     high: float | None
     prompts: int
     """That have a value."""
@@ -38,37 +39,32 @@ class Estimate:
     """Behind these values."""
 
 
-def estimate(
-    values: Sequence[float], responses: int, confidence: float, *, binary: bool, draw: int = 1
-) -> Estimate | None:
+def estimate(values: Sequence[float], responses: int, confidence: float) -> Estimate | None:
     """The mean of `values`, one a prompt, that come of so many responses; None of no prompt.
 
-    `confidence`: chance that the interval covers the mean over all prompts, in (0, 1). `binary`:
-    whether each response is right or wrong. `draw`: responses that one trial takes, k of pass@k.
+    `confidence`: chance that the interval covers the mean over all prompts, in (0, 1).
     """
     if not len(values):
         return None
     column = np.asarray(values, dtype=np.float64)
     mean = float(column.mean())
-    low, high = interval(column, responses / draw, confidence, binary)
+    low, high = interval(column, confidence)
     return Estimate(mean, low, high, len(column), responses)
 
 
-def interval(
-    values: np.ndarray, trials: float, confidence: float, binary: bool
-) -> tuple[float | None, float | None]:
-    """(low, high) of the mean of `values` float64 [prompts], of so many trials in all."""
+def interval(values: np.ndarray, confidence: float) -> tuple[float | None, float | None]:
+    """(low, high) of the mean of `values` float64 [prompts]; (None, None) where it has none."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     count, mean = len(values), float(values.mean())
-    if values.min() < 0.0 or values.max() > 1.0:
-        if count < 2:
-            return None, None
-        half = z * math.sqrt(float(values.var(ddof=1)) / count)
-        return mean - half, mean + half
-    if values.min() == values.max():
-        return wilson(float(values[0]), trials, z)
-    size = mean * (1 - mean) * count / float(values.var())
-    return wilson(mean, min(size, trials) if binary else size, z)
+    least, most = float(values.min()), float(values.max())
+    if count < 2:
+        return None, None
+    if least >= 0.0 and most <= 1.0:
+        return wilson(least if least == most else mean, count, z)
+    if least == most:
+        return None, None
+    half = z * math.sqrt(float(values.var(ddof=1)) / count)
+    return mean - half, mean + half
 
 
 def wilson(share: float, size: float, z: float) -> tuple[float, float]:

@@ -156,8 +156,7 @@ def _mean(draw_index: np.ndarray, values: np.ndarray, confidence: float) -> Esti
     values = values[there]
     groups = _groups(draw_index[there])
     means = [float(values[rows].mean()) for rows in groups]
-    binary = bool(np.isin(values, (0.0, 1.0)).all())
-    return estimate(means, len(values), confidence, binary=binary)
+    return estimate(means, len(values), confidence)
 
 
 def _groups(draw_index: np.ndarray) -> list[slice]:
@@ -176,7 +175,7 @@ def _pass_at(k: int, prompts: int, given: Responses, section: EvalSection) -> Pa
         if count >= k:
             chances.append(pass_at_k(count, int(right[rows].sum()), k))
             responses += count
-    chance = estimate(chances, responses, section.confidence, binary=True, draw=k)
+    chance = estimate(chances, responses, section.confidence)
     return PassNumbers(chance, prompts - len(chances))
 
 

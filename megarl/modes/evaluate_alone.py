@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megarl.assemble_data import sampling_of
+from megarl.assemble_data import facts_of, loaded_alike, sampling_of
 from megarl.assemble_roles import role_arguments
 from megarl.checkpoint.commit import CheckpointError
 from megarl.checkpoint.hf_folder import load_shards
@@ -26,7 +26,8 @@ from megarl.checkpoint.restore import restore_policy
 from megarl.contracts.states import Journal, State
 from megarl.contracts.tokens import Tokens
 from megarl.contracts.version import PolicyVersion, WeightManifest
-from megarl.data.prompts import PromptSet, check_rewards
+from megarl.data.prompts import PromptSet
+from megarl.data.reward_names import check_probes, check_rewards
 from megarl.desk import announce, console_of
 from megarl.evaluation.files import write_generations, write_numbers
 from megarl.evaluation.folder import RESULTS_FILE
@@ -101,10 +102,24 @@ def assembled_to_evaluate(launch: Launch, world: World, failure: Failure) -> Ite
         yield Bench(recipe, world, console, spec, policy, hybrid, held_out)
 
 
+def load_held_out(recipe: Recipe, world: World) -> tuple[Tokens, PromptSet]:
+    """Tokenizer and held-out prompts, checked, the same on every rank. Collective.
+
+    Raises `PromptError`, and `InputsDiffer` as `loaded_alike` does.
+    """
+
+    def load() -> tuple[Tokens, PromptSet]:
+        tokens = Tokens.load(Path(recipe.model.path))
+        rows = PromptSet.load(recipe.data.held_out, tokens, recipe.data)
+        check_rewards(rows, recipe.reward, held_out=True)
+        check_probes(rows, recipe.eval.probes)
+        return tokens, rows
+
+    return loaded_alike(world, load, lambda found: facts_of(found[0], {"eval": found[1]}))
+
+
 def _held_out(stack: ExitStack, recipe: Recipe, world: World) -> HeldOut:
-    tokens = Tokens.load(Path(recipe.model.path))
-    rows = PromptSet.load(recipe.data.held_out, tokens, recipe.data)
-    check_rewards(rows, recipe.reward, held_out=True)
+    tokens, rows = load_held_out(recipe, world)
     pool = ScoringPool(recipe.reward, tokens) if world.leads_replica else None
     if pool is not None:
         stack.callback(pool.close)
@@ -131,7 +146,7 @@ def evaluate_alone(bench: Bench, launch: Launch) -> None:
     """
     asked, world, folder = launch.evaluation, bench.world, bench.recipe.run_folder
     # Rank 0's, for a run that trains meanwhile may have another newest checkpoint by now.
-    targets: tuple[Target, ...] = world.gather(asked.targets)[0]
+    targets: tuple[Target, ...] = world.from_main(asked.targets)
     done = []
     for target in targets:
         bench.console.stage(f"evaluate {target.label}")
@@ -203,7 +218,7 @@ def _load(bench: Bench, target: Target) -> Position | None:
             position = target.position()
         except CheckpointError as error:
             problem = str(error)
-    position, problem = world.gather((position, problem))[0]
+    position, problem = world.from_main((position, problem))
     if problem:
         raise EvaluationError(f"{problem}; did the run remove it meanwhile? start again")
     tokens = bench.held_out.tokens

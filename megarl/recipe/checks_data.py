@@ -42,11 +42,13 @@ def _names(key: str, sources: Sources) -> Iterator[Refusal]:
                 f"two sources are called {name}, and their rows could not be told apart; give "
                 "each a name of its own",
             )
-        if "/" in (name or ""):
-            yield (
-                (f"{key}.{index}.name",),
-                f"{name!r} has a slash, which separates the parts of a metric's name; leave it out",
-            )
+        for part, text in (("name", name), ("reward", sources[index].reward)):
+            if text is not None and not text.isprintable():
+                yield (
+                    (f"{key}.{index}.{part}",),
+                    f"{text!r} has a character that does not print, and metrics are named after "
+                    "it; leave it out",
+                )
 
 
 def _weights(recipe: Recipe) -> Iterator[Refusal]:
@@ -175,7 +177,14 @@ def _eval(recipe: Recipe) -> Iterator[Refusal]:
                 "out",
             )
     titles = {scorer.title for scorer in recipe.reward.scorers}
+    sampled = {f"{probe.title}_sampled" for probe in section.probes if section.sampled}
     for index, probe in enumerate(section.probes):
+        if probe.title in sampled:
+            yield (
+                (f"eval.probes.{index}.component", f"eval.probes.{index}.name"),
+                f"eval/probe/{probe.title} is what probe {probe.title.removesuffix('_sampled')} "
+                "says of sampled responses; give one of them another `component`",
+            )
         if probe.title in titles:
             yield (
                 (f"eval.probes.{index}.name",),

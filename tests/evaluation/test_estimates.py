@@ -56,57 +56,81 @@ def test_pass_at_k_refuses_what_is_no_draw(responses: int, right: int, k: int) -
 def test_one_binary_response_a_prompt_is_wilsons_interval(
     right: int, prompts: int, low: float, high: float
 ) -> None:
-    told = estimate([1.0] * right + [0.0] * (prompts - right), prompts, 0.95, binary=True)
+    told = estimate([1.0] * right + [0.0] * (prompts - right), prompts, 0.95)
     assert told.value == pytest.approx(right / prompts)
     assert (told.low, told.high) == pytest.approx((low, high), abs=5e-5)
     assert (told.prompts, told.responses) == (prompts, prompts)
-    mirrored = estimate([0.0] * right + [1.0] * (prompts - right), prompts, 0.95, binary=True)
+    mirrored = estimate([0.0] * right + [1.0] * (prompts - right), prompts, 0.95)
     assert (mirrored.low, mirrored.high) == pytest.approx((1 - told.high, 1 - told.low))
 
 
-def test_at_nothing_and_at_all_right_the_interval_is_not_empty() -> None:
+@pytest.mark.parametrize("responses", [10, 1000])
+def test_where_prompts_agree_they_count_and_not_their_responses(responses: int) -> None:
+    """Ten prompts of which all is right, by one response each or by a hundred."""
     for value in (0.0, 1.0):
-        told = estimate([value] * 10, 40, 0.95, binary=True)
-        assert told.low <= value <= told.high and told.high - told.low > 0.05
+        told = estimate([value] * 10, responses, 0.95)
+        assert told.low <= value <= told.high and told.responses == responses
         far = told.high if value == 0.0 else 1 - told.low
-        assert far == pytest.approx(Z95**2 / (40 + Z95**2))  # the formula at p = 0, by hand
+        assert far == pytest.approx(Z95**2 / (10 + Z95**2))  # the formula at p = 0, by hand
+        assert far == pytest.approx(0.278, abs=5e-4)
+    same = estimate([0.9] * 10, responses, 0.95)
+    assert (same.low, same.high) == pytest.approx(wilson(0.9, 10, Z95))
 
 
-def test_a_trial_of_pass_at_k_takes_k_responses() -> None:
-    told = estimate([0.0] * 10, 40, 0.95, binary=True, draw=4)
-    assert told.high == pytest.approx(Z95**2 / (10 + Z95**2))
-
-
-def test_several_responses_count_as_prompts_that_hang_together() -> None:
-    # All responses to a prompt alike: four of them tell no more than one.
-    values = [1.0, 1.0, 0.0, 1.0, 0.0]
-    assert interval(np.array(values), 20, 0.95, True) == pytest.approx(
-        interval(np.array(values), 5, 0.95, True)
-    )
-    # p = 0.5, prompts' variance 0.05, so n = 0.25 · 4 / 0.05 = 20 (of 4 prompts, 5 responses each).
-    spread = math.sqrt(0.05)
-    values = np.array([0.5 - spread, 0.5 + spread] * 2)
-    assert interval(values, 40, 0.95, False) == pytest.approx(wilson(0.5, 20, Z95))
-    # Right-or-wrong responses are at most as many as they are.
-    assert interval(values, 16, 0.95, True) == pytest.approx(wilson(0.5, 16, Z95))
+def test_a_single_prompt_tells_nothing_of_others() -> None:
+    for values, responses in (([0.75], 8), ([1.0], 1), ([3.0], 1)):
+        told = estimate(values, responses, 0.95)
+        assert (told.value, told.low, told.high) == (values[0], None, None)
+    assert estimate([], 0, 0.95) is None
 
 
 def test_scores_beyond_one_have_the_normal_interval() -> None:
     # Mean 2, ddof-1 variance 4, SE 1.
-    low, high = interval(np.array([0.0, 2.0, 2.0, 4.0]) * math.sqrt(1.5) + 2, 4, 0.9, False)
+    low, high = interval(np.array([0.0, 2.0, 2.0, 4.0]) * math.sqrt(1.5) + 2, 0.9)
     centre = 2 * math.sqrt(1.5) + 2
     assert (low, high) == pytest.approx((centre - 1.6448536, centre + 1.6448536))
-    assert interval(np.array([3.0]), 1, 0.95, False) == (None, None)
-    assert estimate([], 0, 0.95, binary=True) is None
+    # Prompts that agree do not say how far others may be.
+    assert interval(np.array([3.0, 3.0]), 0.95) == (None, None)
 
 
-def test_the_interval_covers_as_often_as_it_says() -> None:
-    """40 prompts of 4 responses, each with a chance of its own; mean 0.3."""
+RUNS = 2000
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "alpha", "beta", "least", "most"),
+    [
+        # Prompts that are always or never right are draws of one trial each: 0.93 is Wilson's
+        # own coverage for 10 trials at 0.9, from the binomial.
+        (10, 8, 0.0, 0.9, 0.92, 0.94),
+        (100, 8, 0.0, 0.3, 0.93, 0.97),
+        # Chances of their own, from a beta distribution: covered more often.
+        (10, 8, 0.9, 0.1, 0.92, 1.0),
+        (10, 100, 1.8, 0.2, 0.92, 1.0),
+        (40, 4, 0.6, 1.4, 0.95, 1.0),
+        (200, 2, 0.1, 0.9, 0.94, 1.0),
+    ],
+)
+def test_the_interval_covers_as_often_as_it_says(
+    prompts: int, samples: int, alpha: float, beta: float, least: float, most: float
+) -> None:
+    """`alpha` 0: a share `beta` of all prompts is always right, the others never."""
     random = np.random.default_rng(0)
-    covered = 0
-    for _ in range(2000):
-        chances = random.beta(0.6, 1.4, size=40)
-        values = random.binomial(4, chances) / 4
-        low, high = interval(values, 160, 0.9, True)
-        covered += low <= 0.3 <= high
-    assert 0.87 < covered / 2000 < 0.93
+    shape = (RUNS, prompts)
+    chances = random.beta(alpha, beta, shape) if alpha else random.random(shape) < beta
+    mean = alpha / (alpha + beta) if alpha else beta
+    right = random.binomial(samples, chances)
+    intervals = [interval(values, 0.95) for values in right / samples]
+    covered = sum(low <= mean <= high for low, high in intervals) / RUNS
+    assert least < covered <= most
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_interval_of_pass_at_k_covers_as_often_as_it_says(k: int) -> None:
+    """10 prompts of 8 responses; nine prompts in ten are right in half of them, the others never:
+    pass@k is 0.9 (1 − 2⁻ᵏ)."""
+    random = np.random.default_rng(1)
+    right = random.binomial(8, 0.5 * (random.random((RUNS, 10)) < 0.9))
+    chance = np.array([pass_at_k(8, count, k) for count in range(9)])
+    told = [estimate(values, 80, 0.95) for values in chance[right]]
+    covered = sum(one.low <= 0.9 * (1 - 0.5**k) <= one.high for one in told) / RUNS
+    assert covered > 0.92

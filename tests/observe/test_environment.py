@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.environment import environment, git_state, write_environment
+from megarl.observe.environment import PACKAGES, environment, git_state, write_environment
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -60,3 +61,10 @@ def test_secrets_never_get_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert facts["packages"]["torch"] == version("torch")
     assert facts["cores"] == os.cpu_count()
     assert sorted(os.listdir(path.parent)) == ["environment.json"]
+
+
+def test_every_package_that_is_imported_is_told_once() -> None:
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text(encoding="utf-8")
+    direct = re.findall(r'"([\w.-]+)>=', setup.partition("DIRECT = [")[2].partition("]")[0])
+    assert len(direct) > 10 and set(direct) <= set(PACKAGES)
+    assert len(set(PACKAGES)) == len(PACKAGES)

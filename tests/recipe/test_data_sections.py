@@ -66,7 +66,8 @@ def test_resolved_recipes_name_their_sources(capsys: pytest.CaptureFixture[str])
         ("data.train=[{path: a, weight: 0}]", "data.train.0.weight: must be greater than 0"),
         ("data.train=[{path: a/x.jsonl}, {path: b/x.jsonl}]", "two sources are called x"),
         ("data.train=[{path: a, weight: 1}, {path: b}]", "give all of them one, or none"),
-        ("data.train=[{path: a, name: x/y}]", "'x/y' has a slash"),
+        ('data.train=[{path: a, name: "x\\ny"}]', "has a character that does not print"),
+        ('data.eval=[{path: a, reward: "x\\ty"}]', "has a character that does not print"),
         ("data.eval=[{path: a, weight: 1}]", "held-out prompts are not drawn"),
         ("data.curriculum=easy", "there is no curriculum easy; name your function"),
         ("data.max_overlap=1.5", "must be less than or equal to 1"),
@@ -80,6 +81,10 @@ def test_resolved_recipes_name_their_sources(capsys: pytest.CaptureFixture[str])
         ("eval.probes=[{name: exact_match}]", "exact_match is a component of the reward already"),
         ("eval.probes=[{name: nothing}]", "eval.probes.0.name: there is no scorer nothing"),
         (f"eval.probes=[{{name: '{OWN}', weight: 2}}]", "never part of a reward"),
+        (
+            "eval.probes=[{name: format, component: a_sampled}, {name: format, component: a}]",
+            "eval/probe/a_sampled is what probe a says of sampled responses",
+        ),
         ("eval.temperature=0", "must be greater than 0"),
     ],
 )

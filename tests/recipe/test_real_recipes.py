@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.contracts.tokens import Tokens
-from megarl.data.prompts import PromptSet, check_rewards
+from megarl.data.prompts import PromptSet
+from megarl.data.reward_names import check_rewards
 from megarl.process import _check_model
 from megarl.recipe import Recipe, load_recipe
 from megarl.recipe.layout import mesh_of
