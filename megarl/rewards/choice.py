@@ -16,6 +16,8 @@ UNREADABLE = "unreadable"
 """Detail of a statement that names no option, or several."""
 MOST = 600
 """Characters after the words of a statement that belong to it, its sentence ending before."""
+MOST_STATED = 4_000
+"""Characters of a statement, in a box too, that is read."""
 STATEMENT = re.compile(
     r"\\(?:boxed|fbox)\s*\{"
     r"|\b(?:answer|choice|option)s?\b[\s*_]{0,4}(?:is|are|would\s+be|must\s+be)\b[\s*_:]{0,6}"
@@ -35,33 +37,54 @@ LETTER = re.compile(
 MORE = re.compile(
     r"(?:\b(?:or|and|both|either|maybe)\b|[/&,;|])[\s*_\"'(\[$]*(?:option\s+)?[A-J](?![A-Za-z'’])"
 )
-GOES_ON = re.compile(r"(?:because|since|as|is|was|which|that|for|due|given|with)\b")
+GOES_ON = re.compile(
+    r"(?:because|since|as|(?:is|was)(?!\s+(?:not|wrong|incorrect|false)\b)|which|that|for|due|given"
+    r"|with)\b"
+)
 GOES_ON_A = re.compile(r"(?:because|since|is\s+(?:the\s+)?(?:correct|right|best))\b")
 """What may follow a bare letter; "A" and "I" are words too, which more can follow."""
-RULED_OUT = re.compile(r"not\s+\(?[A-J]\)?,?\s+but\s+(?:rather\s+)?", re.IGNORECASE)
+RULED_OUT = re.compile(
+    r"not\s+\(?[A-J]\)?(?:,?\s+but|\s*[,;]\s*(?:but\s+)?it(?:\s+is|['’]s))\s+(?:rather\s+)?",
+    re.IGNORECASE,
+)
+OTHERS_WRONG = re.compile(
+    r"(?:is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)?\s*,?\s*"
+    r"(?:because|since|as)\s+(?:both\s+)?(?:(?:option|choice|answer)s?\s+)?"
+    r"(?P<others>\(?[A-J]\)?(?:\s*(?:,|,?\s+and\s)\s*\(?[A-J]\)?)*)\s+"
+    r"(?:is|are)\s+(?:both\s+|all\s+|clearly\s+)?(?:wrong|incorrect|false)\b"
+)
+"""Behind a letter: the reason is that others are wrong. It names them, and states none."""
 MARKED = re.compile(r"(?<![\w(])\(([A-J])\)(?!\w)")
 
 
-def make(*, choices: str = "choices", finished: bool = True) -> Scorer:
+ANSWERS = ("any", "letter", "index", "text")
+
+
+def make(*, choices: str = "choices", answer_is: str = "any", finished: bool = True) -> Scorer:
     r"""Options:
 
     - `choices`: key of a row under which the options' texts stand: a list, or a mapping from letter
       to text. A row without it has letters alone.
+    - `answer_is`: what the prompt's answer is: a `letter` from A to J, the `index` of a choice (the
+      first is 0, as in MMLU), or the `text` of one. `any`: whichever of them it can be; where it
+      can be two that name different choices, it cannot be scored (choices 2, 3, 4 and answer 2).
     - `finished`: a response that was cut off scores 0.
 
-    The prompt's answer is a letter from A to J; with choices, it may be the number of one (from 0)
-    or its text. The response's answer is what it states last: `\boxed{B}`, `The answer is B`,
-    `Answer: (B)`, `#### B`, `option B` chosen, a last line that is `B`; without any, the one letter
-    in brackets, `(B)`, that the response has. With choices, the option's text may stand for its
-    letter. A statement that names several options, or none, is wrong (`unreadable`). What stands
-    before the last `</think>` is not looked at.
+    A prompt's answer that names no choice is a ValueError. The response's answer is what it states
+    last: `\boxed{B}`, `The answer is B`, `Answer: (B)`, `#### B`, `option B` chosen, a last line
+    that is `B`; without any, the one letter in brackets, `(B)`, that the response has. With
+    choices, the option's text may stand for its letter; a capital is read as a letter, if there is
+    such an option. A statement that names several options, or none, is wrong (`unreadable`). What
+    stands before the last `</think>` is not looked at.
     """
     if not isinstance(choices, str) or not choices:
         raise ValueError(f"choices must be a row's key, not {choices!r}")
+    if answer_is not in ANSWERS:
+        raise ValueError(f"answer_is must be {', '.join(ANSWERS[:-1])} or text, not {answer_is!r}")
 
     def score(response: Response) -> RewardParts:
         options = _options(response.metadata, choices)
-        wanted = _gold(response.answer, options)
+        wanted = _gold(response.answer, options, answer_is)
         if finished and not response.finished:
             return RewardParts(0.0, NOT_FINISHED)
         text = after_thinking(response.text)
@@ -105,30 +128,51 @@ def _options(metadata: Mapping[str, Any], key: str) -> dict[str, str]:
     return options
 
 
-def _gold(answer: str, options: Mapping[str, str]) -> str:
+def _gold(answer: str, options: Mapping[str, str], answer_is: str) -> str:
     """The prompt's letter; raises `ValueError`."""
     text = answer.strip()
     boxed = last_box(text)
     plain = normal(text if boxed is None else boxed).strip("()[]. ")
     if not plain:
         raise ValueError("the prompt has no answer to compare with")
-    by_text = [letter for letter, option in options.items() if option == _text(text)]
-    if len(plain) == 1 and plain.upper() in LETTERS:
+    shown = text[:60]
+    by_sign = by_text = None
+    if answer_is != "text":
+        by_sign = _by_letter_or_index(plain, options, answer_is)
+    if answer_is in ("text", "any"):
+        same = [letter for letter, option in options.items() if option == _text(text)]
+        if len(same) > 1 and by_sign not in same:
+            raise ValueError(f"the prompt's answer {shown!r} is the text of several of its choices")
+        by_text = by_sign if by_sign in same else same[0] if same else None
+    if by_sign and by_text and by_sign != by_text:
+        kind = "index" if plain.isdecimal() else "letter"
+        raise ValueError(
+            f"the prompt's answer {shown!r} is the {kind} of choice {by_sign} and the text of "
+            f"choice {by_text}: set the scorer's answer_is to {kind} or text"
+        )
+    if found := by_sign or by_text:
+        return found
+    wanted = {
+        "any": "no letter from A to J, and no choice's text",
+        "letter": "no letter from A to J",
+        "index": "no index of a choice",
+        "text": "no choice's text",
+    }
+    raise ValueError(f"the prompt's answer {shown!r} is {wanted[answer_is]}")
+
+
+def _by_letter_or_index(plain: str, options: Mapping[str, str], answer_is: str) -> str | None:
+    """The letter that the answer is, or whose index it is; raises `ValueError`."""
+    if answer_is != "index" and len(plain) == 1 and plain.upper() in LETTERS:
         letter = plain.upper()
         if options and letter not in options:
             raise ValueError(
                 f"the prompt's answer {letter} is none of its choices {', '.join(options)}"
             )
         return letter
-    if len(by_text) == 1:
-        return by_text[0]
-    if len(by_text) > 1:
-        raise ValueError(f"the prompt's answer {text[:60]!r} is the text of several of its choices")
-    if options and plain.isdecimal() and int(plain) < len(options):
+    if answer_is != "letter" and plain.isdecimal() and int(plain) < len(options):
         return list(options)[int(plain)]
-    raise ValueError(
-        f"the prompt's answer {text[:60]!r} is no letter from A to J, and no choice's text"
-    )
+    return None
 
 
 def _statement(text: str) -> str | None:
@@ -153,9 +197,11 @@ def _statement(text: str) -> str | None:
 
 def _letter(stated: str, options: Mapping[str, str]) -> str | None:
     """The one option that a statement names, by its letter or its text; None: none, or several."""
+    if len(stated) > MOST_STATED:
+        return None
     text = stated.strip(" \t*_`$.\"'")
     by_text = [letter for letter, option in options.items() if option and option == _text(text)]
-    if len(by_text) == 1:
+    if len(by_text) == 1 and text not in options:
         return by_text[0]
     text = RULED_OUT.sub("", normal(text))
     match = LETTER.match(text)
@@ -165,6 +211,10 @@ def _letter(stated: str, options: Mapping[str, str]) -> str | None:
     if letter.islower() and (rest or len(text) > 3):
         return None  # "a" is an article
     letter = letter.upper()
+    if why := OTHERS_WRONG.match(rest):
+        if letter in why["others"]:
+            return None
+        rest = "because " + rest[why.end() :]
     if options and letter not in options or MORE.search(rest):
         return None
     if re.match(r"[.:)\-,;\s]*[A-J](?![\w'’])", rest):

@@ -2,7 +2,8 @@
 
 The program runs in a sandbox (`sandbox.py`), which knows inputs and arguments but no expected
 output: what comes out is compared outside of it. What the program does, however bad, is its score;
-a sandbox that fails by itself is an error, and so is a machine that is too busy to run the program.
+a sandbox that fails by itself is an error, and so is a machine that is too busy to run the program,
+or out of memory.
 """
 
 from __future__ import annotations
@@ -89,10 +90,9 @@ def make(
     lines at the end; a script must also end with exit code 0. Results are compared as JSON values.
     Only the standard library can be imported. Each case starts afresh, in an empty folder.
 
-    Raises `ValueError` for a bad option, and when no sandbox can be made here. The scorer raises
-    `ValueError` for tests that are not of these forms and `SandboxError` when a sandbox fails or
-    the machine is too busy. How waiting is seen, and where it is not, is told in
-    `sandbox_waits.py`; unseen it counts as the program's time.
+    Raises `ValueError` for a bad option, and when no sandbox can be made here. The scorer raises it
+    for tests of another form, and `SandboxError` when a sandbox fails, or the machine is too busy
+    or out of memory. Waiting that `sandbox_waits.py` does not see counts as the program's time.
     """
     _check_word("take", take, "block", "whole")
     _check_word("score", score, "all", "share")

@@ -16,7 +16,7 @@ from megarl.rewards.exact import NOT_FINISHED
 from megarl.rewards.math_compare import Policy, same
 from megarl.rewards.math_read import MOST_READ, Reading, readings
 from megarl.rewards.math_text import normal
-from megarl.rewards.math_value import Unreadable, plain_number
+from megarl.rewards.math_value import MACHINE_FAILURES, Unreadable, plain_number
 from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 UNREADABLE = "unreadable"
@@ -84,14 +84,17 @@ def make(
             return RewardParts(0.0, NO_ANSWER)
         try:
             text = _spelled(found)
-            if not text:
-                return RewardParts(0.0, NO_ANSWER)
-            if text == gold_text:
-                return RewardParts(1.0)
+            if not text or text == gold_text:
+                return RewardParts(1.0) if text else RewardParts(0.0, NO_ANSWER)
             said = readings(text)
-        except Unreadable:
+            return RewardParts(float(any(same(a, b, policy) for a in gold for b in said)))
+        except MACHINE_FAILURES:
+            raise
+        # `Unreadable`, or whatever sympy raises on a strange expression: no response may escape its
+        # 0 by that.
+        except Exception:
+            _check_comparable(response.answer, gold, policy)
             return RewardParts(0.0, UNREADABLE)
-        return RewardParts(float(any(same(a, b, policy) for a in gold for b in said)))
 
     return score
 
@@ -107,6 +110,20 @@ def _gold(answer: str) -> tuple[str, list[Reading]]:
         return text, readings(text)
     except Unreadable as error:
         raise ValueError(f"the prompt's answer {answer[:80]!r} cannot be read: {error}") from error
+
+
+def _check_comparable(answer: str, gold: list[Reading], policy: Policy) -> None:
+    """Raises `ValueError` where the prompt's answer cannot even be compared with itself."""
+    try:
+        for reading in gold:
+            same(reading, reading, policy)
+    except MACHINE_FAILURES:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"the prompt's answer {answer[:80]!r} cannot be compared: {why}"
+        ) from error
 
 
 def _spelled(text: str) -> str:

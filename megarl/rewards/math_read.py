@@ -122,7 +122,10 @@ def _single(text: str) -> Reading:
         return Ratio(parts, tuple((group or "").lower() for group in clock.groups()))
     parts = split(text, COLON)
     if len(parts) > 1:
-        return Ratio(tuple(expression(part.strip()) for part in parts))
+        values = tuple(expression(part.strip()) for part in parts)
+        if any(isinstance(value, sympy.MatrixBase) for value in values):
+            raise Unreadable("a matrix in a ratio")
+        return Ratio(values)
     return quantity(text)
 
 

@@ -59,6 +59,10 @@ class Unreadable(ValueError):
     """A text that says nothing that can be compared, or costs too much to compare."""
 
 
+MACHINE_FAILURES = (MemoryError, OSError, ImportError)
+"""What is no answer's doing, so that nothing may be made of it but an error."""
+
+
 class Undefined(ArithmeticError):
     """An expression without a (real) value here."""
 
@@ -117,6 +121,8 @@ def expression(text: str) -> sympy.Basic | sympy.MatrixBase:
         )
     except RecursionError as error:
         raise Unreadable("nested too deep") from error
+    except MACHINE_FAILURES:
+        raise
     # The parser raises bare `Exception` for what it does not read, and whatever sympy does.
     except Exception as error:
         raise Unreadable(f"{text[:60]!r} is no expression") from error
@@ -213,9 +219,15 @@ def is_complex(node: sympy.Basic) -> bool:
 
 
 def times(first: sympy.Basic, second: sympy.Basic) -> sympy.Basic:
-    """The product, not evaluated: sympy would compute `9^{9^9}`. Raises `Unreadable`."""
-    if isinstance(first, sympy.MatrixBase) or isinstance(second, sympy.MatrixBase):
-        raise Unreadable("a matrix times another value")
+    """The product, not evaluated: sympy would compute `9^{9^9}`. A matrix times a number is taken
+    entry by entry; of two matrices it is not: raises `Unreadable`."""
+    if isinstance(second, sympy.MatrixBase):
+        first, second = second, first
+    if isinstance(first, sympy.MatrixBase):
+        if isinstance(second, sympy.MatrixBase):
+            raise Unreadable("a matrix times another")
+        entries = [sympy.Mul(entry, second, evaluate=False) for entry in first.flat()]
+        return sympy.ImmutableMatrix(*first.shape, entries)
     return sympy.Mul(first, second, evaluate=False)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
-import platform
 import secrets
 import select
 import signal
@@ -31,17 +30,12 @@ from typing import Any
 from megarl.rewards import code_runner
 from megarl.rewards.limits import children_of
 from megarl.rewards.sandbox_filter import seccomp_program
+from megarl.rewards.sandbox_users import FIRST_UID, UIDS, can_be_others, counts_by_namespace
 from megarl.rewards.sandbox_waits import Waits
-from megarl.rewards.sandbox_watch import below, threads_of, uses_more
+from megarl.rewards.sandbox_watch import below, oom_kills, threads_of, uses_more
 
 ROOT, USER = "root", "user"
 """Ways to make one: root starts it and the program is another user; or in a user namespace."""
-
-FIRST_UID, UIDS = 0x60000000, 0x10000000
-"""Users for programs when root starts them: beyond all that accounts or containers use."""
-
-COUNTED_SINCE = (5, 14)
-"""From this Linux on, RLIMIT_NPROC counts the processes of a user namespace by themselves."""
 
 START_SECONDS = 20.0
 GRACE_SECONDS = 10.0
@@ -180,7 +174,7 @@ class Sandbox(contextlib.AbstractContextManager):
             "memory": limits.memory_mb * MIB,
             "file": limits.file_mb * MIB,
             "processes": limits.processes
-            if maker.way == ROOT or _counts_by_namespace()
+            if maker.way == ROOT or counts_by_namespace()
             else 1 << 30,
             "most_output": most_output,
         }
@@ -208,9 +202,10 @@ class Sandbox(contextlib.AbstractContextManager):
         its result), `seconds` (its wall time, waiting for a CPU or not) and, for a function, `args`
         and `kwargs`.
 
-        Raises `SandboxError` when the sandbox fails by itself. A sandbox that the watch ended is no
-        longer open.
+        Raises `SandboxError` when the sandbox fails by itself, and when the program was ended by
+        SIGKILL while Linux ran out of memory. A sandbox that the watch ended is no longer open.
         """
+        kills = oom_kills()
         self._send(dict(case))
         waits, began = Waits(), time.monotonic()
         until = began + self._limits.case_seconds + GRACE_SECONDS
@@ -238,6 +233,13 @@ class Sandbox(contextlib.AbstractContextManager):
             raise SandboxError("the sandbox's answer broke off")
         if not texts[1].startswith(code_runner.STARTED):
             raise SandboxError(f"the sandbox could not confine the program (exit code {code})")
+        # Programs go first where memory is short, whoever took it. One that took more than its
+        # limit is ended by the watch, or by its own `MemoryError`.
+        if (how, code) == (code_runner.SIGNALLED, signal.SIGKILL) and oom_kills() != kills:
+            raise SandboxError(
+                "the machine ran out of memory while the program ran, and Linux may have killed "
+                "it; lower reward.workers or memory_mb"
+            )
         said = texts[1].removeprefix(code_runner.STARTED)
         return Ended(how, code, texts[0], said, seconds, waits.counted(seconds))
 
@@ -326,20 +328,3 @@ def _spawn(maker: Maker, uid: int, room: int) -> subprocess.Popen:
         ) from None
     finally:
         os.close(filter_file)
-
-
-def can_be_others() -> bool:
-    """Whether this process is root and may be any user. Root of a container that is itself in a
-    user namespace may not."""
-    if os.getuid() != 0:
-        return False
-    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return any(
-        int(first) <= FIRST_UID and int(first) + int(count) >= FIRST_UID + UIDS
-        for first, _, count in ranges
-    )
-
-
-def _counts_by_namespace() -> bool:
-    release = platform.release().split(".")
-    return (int(release[0]), int(release[1].partition("-")[0])) >= COUNTED_SINCE

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from megarl.rewards import code_runner
-from megarl.rewards.sandbox import ROOT, USER, Limits, Maker, SandboxError, can_be_others
+from megarl.rewards.sandbox import ROOT, USER, Limits, Maker, SandboxError
+from megarl.rewards.sandbox_users import can_be_others
 
 TRIAL = Limits(case_seconds=10.0, cpu_seconds=5, memory_mb=256, file_mb=1, processes=4)
 PROGRAM = "import json, os, select\nprint(6 * 7, os.getuid() != 0, os.listdir('/tmp'))\n"

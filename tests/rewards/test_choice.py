@@ -29,6 +29,10 @@ def response(text: str, answer: str = "B", finished: bool = True, **metadata) ->
         "The answer is A. No, the answer is B.", "The best choice is B, since it works",
         "The answer is B, not A.", "<think>(A) or (C)</think>(B)", r"\boxed{A}, no, \boxed{B}",
         "So the answer is\n\n**B**", "the answer is $B$", "(B) it is. Yes, (B).",
+        "The answer is not A, it is B.", "The answer is not (A); it's (B).",
+        "The answer is not A, but B.", "The answer is (B) because A and C are wrong.",
+        "(B) because A and C are wrong", "The answer is B, since A, C and D are all incorrect",
+        "Option B is correct because options (A) and (C) are wrong.",
     ],
 )  # fmt: skip
 def test_the_option_stated_last(text):
@@ -49,6 +53,15 @@ def test_the_option_stated_last(text):
         ("The answer is a cat", "A", "unreadable"), ("The answer is A cat", "A", "unreadable"),
         ("The answer is I think B", "I", "unreadable"), ("The answer is not B", "B", "unreadable"),
         ("Answer: none", "B", "unreadable"),
+        ("The answer is B is wrong", "B", "unreadable"),
+        ("The answer is not A, it is B or C", "B", "unreadable"),
+        ("The answer is not A, it is B", "A", ""), ("The answer is not A, B", "B", "unreadable"),
+        ("The answer is (B) because A and B are wrong", "B", "unreadable"),
+        ("The answer is (B) because A is wrong, or C", "B", "unreadable"),
+        ("The answer is (B) or (A) because C is wrong", "B", "unreadable"),
+        ("The answer is (B) because A and C are right", "B", "unreadable"),
+        ("The answer is (B) because A and C are wrong", "A", ""),
+        (r"\boxed{" + r"B\frac" * 100_000 + "}", "B", "unreadable"),
         (r"\boxed{}", "B", "no_answer"), ("", "B", "no_answer"),
     ],
 )  # fmt: skip
@@ -70,6 +83,42 @@ def test_another_option_several_or_none(text, gold, detail):
 )  # fmt: skip
 def test_with_choices_a_text_or_number_may_stand_for_a_letter(text, gold, total):
     assert SCORE(response(text, gold, choices=CITIES)).total == total
+
+
+NUMBERS = ["2", "3", "4", "12"]
+
+
+@pytest.mark.parametrize(
+    ("answer_is", "gold", "choices", "letter"),
+    [
+        ("index", "2", NUMBERS, "C"), ("text", "2", NUMBERS, "A"), ("any", "12", NUMBERS, "D"),
+        ("any", "C", NUMBERS, "C"), ("any", "1", ["0", "1"], "B"), ("any", "1", ["1", "1"], "B"),
+        ("letter", "A", ["B", "A"], "A"), ("text", "A", ["B", "A"], "B"),
+        ("letter", "(c)", CITIES, "C"), ("letter", "c", None, "C"), ("text", "a cat", CITIES, "C"),
+    ],
+)  # fmt: skip
+def test_the_prompts_answer_is_what_the_option_says(answer_is, gold, choices, letter):
+    one = choice.make(answer_is=answer_is)
+    scores = {
+        said: one(response(f"The answer is {said}", gold, choices=choices)).total for said in "ABCD"
+    }
+    assert scores == {said: float(said == letter) for said in "ABCD"}
+
+
+@pytest.mark.parametrize(
+    ("answer_is", "gold", "choices", "why"),
+    [
+        ("any", "2", NUMBERS, "'2' is the index of choice C and the text of choice A: set the"),
+        ("any", "A", ["B", "A"], "'A' is the letter of choice A and the text of choice B: set the"),
+        ("index", "4", NUMBERS, "no index of a choice"), ("index", "A", NUMBERS, "no index of a"),
+        ("index", "0", None, "no index of a choice"), ("text", "5", NUMBERS, "no choice's text"),
+        ("text", "A", CITIES, "no choice's text"), ("letter", "2", NUMBERS, "no letter from A"),
+        ("text", "1", ["1", "1"], "several of its choices"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_may_mean_two_choices_or_none_is_an_error(answer_is, gold, choices, why):
+    with pytest.raises(ValueError, match=why):
+        choice.make(answer_is=answer_is)(response("Answer: A", gold, choices=choices))
 
 
 def test_choices_may_be_a_mapping_and_have_another_key():
@@ -105,3 +154,5 @@ def test_a_response_that_was_cut_off_is_wrong_unless_told():
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="choices must be a row's key"):
         choice.make(choices="")
+    with pytest.raises(ValueError, match="answer_is must be any, letter, index or text, not 'no'"):
+        choice.make(answer_is="no")

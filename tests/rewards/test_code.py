@@ -15,10 +15,9 @@ import pytest
 
 from megarl.contracts.records import RewardStatus
 from megarl.rewards import code
-from megarl.rewards.sandbox import ROOT, USER, can_be_others
 from megarl.rewards.scorer import Response, RewardParts, Scorer
 from tests.rewards.make_pool import child_processes, left_of, prompt, sample, scoring
-from tests.rewards.make_sandbox import maker
+from tests.rewards.make_sandbox import USUAL, maker
 
 DOUBLE = {
     "style": "stdin",
@@ -40,7 +39,7 @@ def response(program: str, tests: Any, *, answer: str = "", finished: bool = Tru
 @pytest.fixture(scope="module", autouse=True)
 def _works() -> None:
     """Skips where no sandbox can be made as the scorer makes it."""
-    maker(ROOT if can_be_others() else USER)
+    maker(USUAL)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +92,7 @@ def called(output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         ("import numpy", 0.0, "raised ModuleNotFoundError"),
         ("x = [0]\nwhile True: x += x", 0.0, "memory_limit"),
         ("import os\nos.abort()", 0.0, "signal 6"),
+        ("import os\nos.kill(os.getpid(), 9)", 0.0, "signal 9"),
         ("while True: print('x' * 999)", 0.0, "output_limit"),
         ("def f(): f()\nf()", 0.0, "raised RecursionError"),
         ("x = '\udc80'; print(2 * int(input()))", 1.0, ""),
@@ -250,7 +250,7 @@ def test_shares_and_what_one_case_leaves_to_the_next(
 
 
 def test_all_cases_together_have_a_time() -> None:
-    one = code.make(score="share", case_seconds=60.0, total_seconds=2.0)
+    one = code.make(score="share", case_seconds=60.0, total_seconds=1.0)
     program = "import time\ndef f(x): time.sleep(60 * (x > 1)); return 2 * x"
     assert one(response(program, CALL)).detail == "passed 1/3: time_limit"
 

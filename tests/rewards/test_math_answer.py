@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megarl.rewards import math_answer
+from megarl.rewards import math_answer, math_value
 from megarl.rewards.scorer import Response, RewardParts
 
 SCORE = math_answer.make(take="whole")
@@ -243,6 +243,57 @@ def test_no_answer_costs_long(name):
             began = time.process_time()
             assert score(response(text, r"\frac{7}{2}")).total == 0.0
             assert time.process_time() - began < 2.0  # about 0.05 on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "total"),
+    [
+        (r"5 \text{ m}", r"\begin{pmatrix}1\\2\end{pmatrix}\text{ km}", 0.0),
+        ("5", r"\begin{pmatrix}1\\2\end{pmatrix}:3", 0.0),
+        ("3:4", r"3:\begin{pmatrix}1\\2\end{pmatrix}", 0.0),
+        (r"5\%", r"\begin{pmatrix}1\\2\end{pmatrix}\%", 0.0),
+        (
+            r"\begin{pmatrix}1\\2\end{pmatrix}\text{ km}",
+            r"\begin{pmatrix}1000\\2000\end{pmatrix}\text{ m}",
+            1.0,
+        ),
+        (
+            r"\begin{pmatrix}1\\2\end{pmatrix}\text{ km}",
+            r"\begin{pmatrix}1\\2\end{pmatrix}\text{ m}",
+            0.0,
+        ),
+    ],
+)
+def test_a_matrix_with_a_unit_or_in_a_ratio_is_compared_or_wrong(gold, text, total):
+    assert SCORE(response(text, gold)).total == total
+    assert math_answer.make(take="whole", percent="number")(response(text, gold)).total == total
+
+
+def test_what_a_comparison_raises_is_the_responses_0_unless_the_prompts_answer_does(monkeypatch):
+    real = math_answer.same
+
+    def same(gold, answer, policy):
+        if six in (gold, answer):
+            raise AttributeError("a fault of sympy's")
+        return real(gold, answer, policy)
+
+    six = math_answer.readings("6")[0]
+    monkeypatch.setattr(math_answer, "same", same)
+    assert SCORE(response("6", "5")) == RewardParts(0.0, "unreadable")
+    with pytest.raises(ValueError, match="answer '6' cannot be compared: AttributeError: a fault"):
+        SCORE(response("8", "6"))
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError, ImportError])
+@pytest.mark.parametrize("module", [math_value, math_answer], ids=["read", "compare"])
+def test_a_failing_machine_is_never_a_0(monkeypatch, module, error):
+    def fail(*_, **__):
+        raise error("no more")
+
+    given = response(r"\frac{x+7919}{3}", "5")  # not read before, so not remembered
+    monkeypatch.setattr(module, "latex2sympy" if module is math_value else "same", fail)
+    with pytest.raises(error, match="no more"):
+        SCORE(given)
 
 
 def test_big_powers_are_compared_by_their_logarithms_and_other_big_values_as_written():

@@ -1,10 +1,13 @@
-"""Programs that take all they can get, in real sandboxes of each way that works here.
+"""Programs that take all they can get, in real sandboxes of each way that works here (the usual
+way only, but for processes, where the other is not `long`).
 
-Not covered: kernels older than 5.14, Linux's own out-of-memory killer.
+Not covered: kernels older than 5.14; a real kill by Linux's own out-of-memory killer, of which only
+the count is made up here.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -13,13 +16,15 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.rewards import sandbox
 from megarl.rewards.code_runner import EXITED, FILES, OUTPUT, SIGNALLED, TIME
-from megarl.rewards.sandbox import MEMORY, ROOT, USER, Maker, can_be_others
+from megarl.rewards.sandbox import MEMORY, Maker, SandboxError
+from megarl.rewards.sandbox_watch import oom_kills
 from tests.rewards.make_pool import child_processes, left_of
-from tests.rewards.make_sandbox import SMALL, TRY, below, case, maker, run, said
+from tests.rewards.make_sandbox import OTHER, SMALL, TRY, USUAL, below, case, maker, run, said
 
 
-@pytest.fixture(params=[ROOT, USER])
+@pytest.fixture(params=[USUAL, pytest.param(OTHER, marks=pytest.mark.long)])
 def one(request: pytest.FixtureRequest) -> Maker:
     return maker(request.param)
 
@@ -31,13 +36,17 @@ def _nothing_is_left():
     assert left_of(before, seconds=0.0) == []
 
 
+@pytest.mark.parametrize("one", [USUAL, OTHER], indirect=True)
 @pytest.mark.parametrize(
     "bomb",
     [
         "while True: attempt(os.fork)",
         "import threading as t, time\n"
         "while True: attempt(t.Thread(target=time.sleep, args=(60,)).start)",
-        "import subprocess\nwhile True: attempt(subprocess.Popen, ['/usr/bin/sleep', '60'])",
+        pytest.param(
+            "import subprocess\nwhile True: attempt(subprocess.Popen, ['/usr/bin/sleep', '60'])",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["forks", "threads", "commands"],
 )
@@ -99,6 +108,24 @@ def test_a_process_that_hides_its_memory_counts_whole(one: Maker) -> None:
     )
     with one.start(program, "", SMALL) as sandbox:
         assert sandbox.run(case()).how == MEMORY
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_killed_program_is_no_wrong_one_where_linux_ran_out_of_memory(
+    one: Maker, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """The count of kills moves, or not, while the program ends itself as Linux would."""
+    counts = itertools.count(oom_kills(), kills)
+    monkeypatch.setattr(sandbox, "oom_kills", lambda: next(counts))
+    program = "import os\nif input(): os.kill(os.getpid(), int(input()))\nprint('on')"
+    with one.start(program, "", SMALL) as started:
+        assert started.run(case("\n")).output == b"on\n"
+        assert started.run(case("x\n15\n")).code == signal.SIGTERM
+        if kills:
+            with pytest.raises(SandboxError, match="ran out of memory.*lower reward.workers or"):
+                started.run(case("x\n9\n"))
+        else:
+            assert started.run(case("x\n9\n")).code == signal.SIGKILL
 
 
 def test_pages_that_forks_share_count_once(one: Maker) -> None:
@@ -168,7 +195,7 @@ def test_output_without_end_is_cut(one: Maker, file: int) -> None:
 )
 def test_cpu_time_is_limited(program: str, how: int, code: int) -> None:
     limits = replace(SMALL, case_seconds=30.0, cpu_seconds=1)
-    ended = run(maker(ROOT if can_be_others() else USER), program, limits=limits)
+    ended = run(maker(USUAL), program, limits=limits)
     assert (ended.how, ended.code) == (how, code)
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from megarl.rewards import code, sandbox_waits
 from megarl.rewards.code_runner import EXITED, TIME
-from megarl.rewards.sandbox import ROOT, USER, Ended, Maker, SandboxError, can_be_others
+from megarl.rewards.sandbox import Ended, Maker, SandboxError
 from megarl.rewards.sandbox_waits import Waits
 from megarl.rewards.scorer import Response, RewardParts
-from tests.rewards.make_sandbox import SMALL, case, maker, one_cpu
+from tests.rewards.make_sandbox import SMALL, USUAL, case, maker, one_cpu
 
 COMPUTE = (
     "import time\n"
@@ -57,7 +57,7 @@ SHORT_LIVES = (
 
 @pytest.fixture(scope="module")
 def one() -> Maker:
-    return maker(ROOT if can_be_others() else USER)
+    return maker(USUAL)
 
 
 def run(one: Maker, program: str, case_seconds: float, most: float, busy: int) -> Ended:
@@ -72,7 +72,8 @@ def run(one: Maker, program: str, case_seconds: float, most: float, busy: int) -
 def test_a_right_program_that_waits_for_a_cpu_gets_its_time(one: Maker, program: str) -> None:
     ended = run(one, program, 0.16, 20.0, busy=4)
     assert (ended.how, ended.output) == (EXITED, b"fine\n")
-    assert ended.seconds > 0.16 > ended.counted
+    # The case is asked of when its time is up, so that a little more may count.
+    assert ended.seconds > 0.3 and ended.counted < 0.2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LEAST_ROWS = {"math": 200, "gsm8k": 60, "choice": 45, "code": 35}
 def our_wrong(table: str) -> tuple[tuple[Row, bool | str], ...]:
     if table == "code" and not sandbox_works():
         pytest.skip("bubblewrap does not work here, and programs run in it only")
-    threads = 4 if table == "code" else 1
+    threads = 2 if table == "code" else 1
     return tuple(verdicts.wrong(table, verdicts.ours(table, threads)))
 
 

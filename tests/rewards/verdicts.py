@@ -26,8 +26,9 @@ TABLES = Path(__file__).parent / "tables"
 SCORERS = {"math": "math", "gsm8k": "gsm8k", "choice": "multiple_choice", "code": "code"}
 """Table → built-in scorer."""
 
-OPTIONS: dict[str, dict[str, Any]] = {}
-"""Options of a table's scorer other than its defaults."""
+OPTIONS: dict[str, dict[str, Any]] = {"code": {"case_seconds": 1.0, "total_seconds": 60.0}}
+"""Options of a table's scorer other than its defaults. Of programs that never end one second is
+enough; a minute's waiting for a CPU is allowed, so that verdicts come on a busy machine too."""
 
 
 @dataclass(frozen=True)
