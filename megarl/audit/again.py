@@ -21,7 +21,7 @@ from megarl.experience.parts import DERIVED_COLUMNS
 from megarl.modes.sealed_updates import table_of
 from megarl.recipe import Recipe, RewardSection
 from megarl.recipe.layout import mesh_of
-from megarl.rewards.score import PENALTY
+from megarl.rewards.score import penalised
 from megarl.rollout.groups import IterationPlan, plan_iteration
 from megarl.rollout.selection import VERDICTS
 
@@ -163,9 +163,9 @@ def _totals(scores: Scores, section: RewardSection) -> np.ndarray:
             violated |= said < scorer.at_least
     if violated.any():
         total[violated] = section.violated
-    penalised = np.array([told.startswith(PENALTY) for told in scores.details], dtype=bool)
-    if penalised.any():
-        total[penalised[scores.detail_code]] = section.penalty
+    with_penalty = penalised(scores)
+    if with_penalty.any():
+        total[with_penalty] = section.penalty
     return total
 
 

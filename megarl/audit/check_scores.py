@@ -14,7 +14,7 @@ from megarl.contracts.records import RewardRecord, RewardStatus
 from megarl.experience.columns import SealError
 from megarl.experience.manifest import MANIFEST_FILE
 from megarl.recipe import RewardSection
-from megarl.rewards.score import PENALTY
+from megarl.rewards.score import is_penalised
 
 LARGEST_LOG_PROB = 1e-6
 """A log-prob above 0 by more is no rounding."""
@@ -40,7 +40,7 @@ def _wrong_total(
     """(what, field), None where the total is right."""
     if record.status is not RewardStatus.OK:
         return None
-    if record.detail.startswith(PENALTY):
+    if is_penalised(record.status, record.detail):
         if record.total == section.penalty:
             return None
         return f"penalty {record.total}, the recipe's is {section.penalty}", "total"

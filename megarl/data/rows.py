@@ -152,8 +152,8 @@ class RowChecks:
         if not name.isprintable():
             raise Refused(
                 f"bad_{kind}",
-                f'"{key}" is {name!r:.80}: metrics are named after it, so it may have no line break '
-                "or other character that does not print; write it otherwise",
+                f'"{key}" is {name!r:.80}: metrics are named after it, so it may have no line '
+                "break or other character that does not print; write it otherwise",
             )
         return name
 

@@ -1,7 +1,9 @@
 """Async scorers in a worker: one event loop, several responses on their way at once.
 
-Each call has the deadline inside the loop; a response that misses it times out alone. A call that
-blocks the loop cannot be ended from inside: the worker then falls silent, and the pool ends it.
+Each call has the deadline inside the loop; a response that misses it times out alone. While plain
+and batched scorers see other responses the loop stands still, and that time is none of a call's. A
+call that blocks the loop cannot be ended from inside: the worker then falls silent, and the pool
+ends it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ class Flow:
         self._open: set[asyncio.Task] = set()
         self.abandoned: set[asyncio.Task] = set()
         """Calls that missed the deadline and did not end when they were cancelled."""
+        self._stood = 0.0
+        """Seconds that the loop did not run, since the first call."""
+        self._left = time.perf_counter()
 
     @property
     def is_alone(self) -> bool:
@@ -45,7 +50,11 @@ class Flow:
 
     def run_until_readable(self, descriptor: int) -> None:
         """Score on until something arrives; raises what `done` raised."""
-        self._loop.run_until_complete(self._until_readable(descriptor))
+        self._stood += time.perf_counter() - self._left
+        try:
+            self._loop.run_until_complete(self._until_readable(descriptor))
+        finally:
+            self._left = time.perf_counter()
 
     async def _until_readable(self, descriptor: int) -> None:
         readable = asyncio.Event()
@@ -74,14 +83,14 @@ class Flow:
             done(case)
 
     async def _call(self, scorer: Loaded, cases: Sequence[Case]) -> None:
-        started = time.perf_counter()
+        started = self._ran()
         alone = len(cases) == 1
         responses = [case.response for case in cases]
         call = scorer.function(responses if scorer.batch > 1 else responses[0])
         task = self._loop.create_task(self._caught(call))
-        ended, _ = await asyncio.wait({task}, timeout=self._deadline)
+        ended = await self._ends(task, started + self._deadline)
         self._judge.leave_if_forked()
-        seconds = time.perf_counter() - started
+        seconds = self._ran() - started
         share(scorer, cases, seconds)
         is_told = True
         if not ended:
@@ -102,9 +111,18 @@ class Flow:
 
     async def _cancel(self, task: asyncio.Task) -> None:
         task.cancel()
-        ended, _ = await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-        if not ended:
+        if not await self._ends(task, self._ran() + CANCEL_SECONDS):
             self.abandoned.add(task)
+
+    def _ran(self) -> float:
+        """Seconds on a clock that stands while the loop does. Read inside the loop."""
+        return time.perf_counter() - self._stood
+
+    async def _ends(self, task: asyncio.Task, until: float) -> bool:
+        """Whether it ends before `_ran()` is `until`."""
+        while not task.done() and (left := until - self._ran()) > 0.0:
+            await asyncio.wait({task}, timeout=left)
+        return task.done()
 
     async def _caught(self, call: Any) -> tuple[Any, BaseException | None]:
         """What a call gave or raised. Caught here, since `SystemExit` and `KeyboardInterrupt` that

@@ -166,15 +166,35 @@ class Channel:
             return False
 
     def send(self, value: Any, *descriptors: int, seconds: float | None = None) -> None:
-        """Raises `BrokenPipeError` or `ConnectionResetError` when the other side is gone, and
-        `TimeoutError` when it does not take the frame within `seconds` (None: wait)."""
+        """Raises `BrokenPipeError` or `ConnectionResetError` when the other side is gone.
+
+        With `seconds` what the other side sends is read meanwhile, so that two who both send do not
+        wait for each other; raises `TimeoutError` when it neither takes nor says anything so long.
+        """
         body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         rest = memoryview(HEADER.pack(len(body)) + body)
         if descriptors:
             rest = rest[socket.send_fds(self._socket, [rest], descriptors) :]
-        self._socket.settimeout(seconds)
-        self._socket.sendall(rest)
-        self._socket.settimeout(None)
+        if seconds is None:
+            self._socket.sendall(rest)
+            return
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._read_until_writable(seconds)
+
+    def _read_until_writable(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN | select.POLLOUT)
+        events = dict(poller.poll(seconds * 1e3))
+        if not events:
+            raise TimeoutError
+        if events[self.fileno()] & select.POLLIN:
+            try:
+                self.read()
+            except EOFError as error:
+                raise BrokenPipeError from error
 
     def receive(self, seconds: float | None = None, watched: int | None = None) -> Any | None:
         """The next frame; None when there is none for `seconds` (None: wait).

@@ -25,7 +25,7 @@ from contextlib import suppress
 from megarl.rewards.frames import Channel, End, Ended, Ready, Setup, Start, Started, say
 from megarl.rewards.limits import adopt_orphans, children_of
 from megarl.rewards.sources import changed
-from megarl.rewards.template import be_template, load_and_work, never_return
+from megarl.rewards.template import be_template, load_and_work, never_return, no_process
 
 SWEEP_SECONDS = 30.0
 """How long processes may start others faster than they are killed before the keeper gives up."""
@@ -47,7 +47,11 @@ class _Keeper:
     def run(self) -> None:
         """Serve the rank until it is gone (`EOFError`, `BrokenPipeError`)."""
         self._setup = self._control.receive(watched=self._rank)
-        self._control.send(self._load())
+        try:
+            answer = self._load()
+        except OSError as error:
+            answer = no_process(error)
+        self._control.send(answer)
         while True:
             match self._control.receive(watched=self._rank):
                 case Start():
@@ -62,14 +66,16 @@ class _Keeper:
             self._drop_template()
         self._sweep()
 
-    def _load(self) -> Ready | str:
-        """Start a template and wait for its scorers; a `str` says why it has none."""
+    def _load(self, *descriptors: int) -> Ready | str:
+        """Start a template and wait for its scorers; a `str` says why it has none. It does not keep
+        the keeper's `descriptors`. Raises `OSError` when there can be no process."""
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             ours.close()
             self._control.close()
-            os.close(self._rank)
+            for inherited in (self._rank, *descriptors):
+                os.close(inherited)
             never_return(be_template, Channel(theirs), self._setup, self._pid)
         theirs.close()
         self._template = pid, Channel(ours)
@@ -116,7 +122,10 @@ class _Keeper:
 
     def _start(self, descriptor: int) -> None:
         """Start a worker that talks over `descriptor`, and say so to the rank."""
-        pid = self._fork_worker(descriptor) if self._ready.unsafe else self._ask(descriptor)
+        try:
+            pid = self._fork_worker(descriptor) if self._ready.unsafe else self._ask(descriptor)
+        except OSError as error:
+            pid = no_process(error)
         os.close(descriptor)
         if isinstance(pid, str):
             self._control.send(pid)
@@ -127,16 +136,18 @@ class _Keeper:
         os.close(watch)
 
     def _ask(self, descriptor: int) -> int | str:
-        """The pid of a worker forked by the template; by another one where it was ended."""
+        """The pid of a worker forked by the template; by another one where it was ended. A `str`
+        says why there is none; raises `OSError` when there can be no process."""
         for _ in range(2):
             if self._template is not None:
                 try:
                     self._template[1].send(Start(), descriptor)
-                    return self._hear_template().pid
+                    answer = self._hear_template()
+                    return answer.pid if isinstance(answer, Started) else answer
                 except (_TemplateEnded, BrokenPipeError, ConnectionResetError):
                     self._drop_template()
             before = self._ready
-            ready = self._load()
+            ready = self._load(descriptor)
             if isinstance(ready, str):
                 return ready
             if ready.sources != before.sources:

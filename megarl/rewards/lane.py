@@ -12,6 +12,7 @@ only the guilty one carries the status.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.rewards.frames import Began, Died, Ready, TimedOut, Told
@@ -78,12 +79,13 @@ class Lane:
     def _feed(self) -> bool:
         """Give the worker more where it has room, hear it once; False when it had to be ended."""
         try:
-            self._top_up()
+            with suppress(BrokenPipeError, ConnectionResetError):  # what it said is heard first
+                self._top_up()
             until = self._since + self._deadline
             answer = self._worker.receive(min(self._patience(), until - time.monotonic()))
         except TimeoutError:
             return self._missed()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+        except EOFError:
             return self._died()
         match answer:
             case Began(numbers=numbers):

@@ -103,9 +103,10 @@ class Keeper:
             if self._closed:
                 raise KeeperEnded("the scoring pool is closed") from error
             code = self._process.wait()
+            why = "a scorer that kills its parent does that" if code < 0 else "see its error above"
             raise KeeperEnded(
-                f"reward.scorers: the process that keeps the scoring workers ended with exit code "
-                f"{code}; a scorer that kills its parent does that"
+                "reward.scorers: the process that keeps the scoring workers ended with exit code "
+                f"{code}; {why}"
             ) from error
 
 
@@ -117,7 +118,7 @@ class Worker:
 
     def send(self, value: Any, seconds: float) -> None:
         """Raises `BrokenPipeError` or `ConnectionResetError` when the process is gone and
-        `TimeoutError` when it does not listen for so long."""
+        `TimeoutError` when it neither listens nor says anything for so long."""
         self._channel.send(value, seconds=seconds)
 
     def receive(self, seconds: float) -> Any | None:

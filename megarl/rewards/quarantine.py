@@ -18,7 +18,8 @@ import numpy as np
 
 from megarl.contracts.records import STATUSES, Prompt
 from megarl.data.table import SampleTable
-from megarl.rewards.score import PENALTY
+from megarl.rewards.score import penalised
+from megarl.rewards.scorer import PENALTY
 
 FILE = "quarantine.jsonl"
 MOST_TOLD = 3
@@ -89,13 +90,12 @@ class Quarantine:
     def _count(self, table: SampleTable, prompts: Sequence[Prompt]) -> list[int]:
         """Adds to the failures; the draw index of each."""
         scores = table.scores
-        penalties = np.array([detail.startswith(PENALTY) for detail in scores.details], dtype=bool)
-        penalised = penalties[scores.detail_code] if len(penalties) else np.zeros(0, dtype=bool)
-        rows = np.flatnonzero((~scores.ok | penalised) & ~table.invalid)
+        with_penalty = penalised(scores)
+        rows = np.flatnonzero((~scores.ok | with_penalty) & ~table.invalid)
         for row in rows.tolist():
             status = str(STATUSES[scores.status_code[row]])
             detail = scores.details[scores.detail_code[row]]
-            if penalised[row]:
+            if with_penalty[row]:
                 status, _, detail = detail.removeprefix(PENALTY).partition(": ")
             prompt_id = prompts[table.draw_index[row]].prompt_id
             self._failures.setdefault(prompt_id, Counter())[status, detail] += 1

@@ -14,18 +14,21 @@ its weight, in the order of their tokens; a violated constraint does not change 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megarl.contracts.hashes import contract_hash
-from megarl.contracts.records import Prompt, RewardRecord, RewardStatus
+from megarl.contracts.records import Prompt, RewardRecord, RewardStatus, Scores
 from megarl.contracts.samples import End, Sample
 from megarl.contracts.tokens import Tokens
 from megarl.rewards.frames import Died, Outcome, ScorerSetup, Setup, TimedOut, Verdict
-from megarl.rewards.scorer import Response, ScorerError
+from megarl.rewards.scorer import PENALTY, Response, ScorerError
 from megarl.rewards.sources import named_files
 from megarl.rewards.workers import Job, WorkerPool
 
@@ -34,10 +37,6 @@ StepScores = tuple[tuple[int, float], ...]
 Key = tuple[int, int]
 """(draw index, candidate)."""
 
-PENALTY = "penalty for "
-"""Begins the detail of a record whose total is the declared penalty: it could not be scored."""
-
-
 GB = 10**9
 
 
@@ -45,16 +44,22 @@ class RewardError(RuntimeError):
     """Scoring went so wrong that the run must stop; the message says what to look at."""
 
 
-def applies(scorer: Any, reward: str) -> bool:
-    """Whether the recipe's `scorer` scores rows of this reward name."""
-    return scorer.scores(reward)
+def is_penalised(status: RewardStatus, detail: str) -> bool:
+    """Whether a record got the declared penalty as its total, because it could not be scored."""
+    return status is RewardStatus.OK and detail.startswith(PENALTY)
+
+
+def penalised(scores: Scores) -> np.ndarray:
+    """bool [N]: `is_penalised` of each row."""
+    marked = np.array([detail.startswith(PENALTY) for detail in scores.details], dtype=bool)
+    return scores.ok & marked[scores.detail_code] if len(marked) else np.zeros(len(scores), bool)
 
 
 def first_component(section: Any, reward: str) -> str | None:
     """Component that is a row's accuracy: of the first of the scorers of `section` (the recipe's
     `reward`) that scores rows of this reward name. None where none does."""
     for scorer in section.scorers:
-        if applies(scorer, reward):
+        if scorer.scores(reward):
             return scorer.title
     return None
 
@@ -98,7 +103,8 @@ class ScoringPool:
     def __init__(self, section: Any, tokens: Tokens) -> None:
         """Start the workers and load every scorer; `section` is the recipe's `reward`.
 
-        Raises `ScorerError` when a scorer does not exist or does not take its options.
+        Raises `ScorerError` when a scorer does not exist or does not take its options, and when a
+        file that an option names cannot be read.
         """
         self._section, self._tokens = section, tokens
         self._weights = {item.title: item.weight for item in section.scorers}
@@ -135,8 +141,13 @@ class ScoringPool:
         self.times: dict[str, Times] = {}
         """Of the last collection: component → how long its scorer took for responses it scored or
         failed on. One that missed the deadline or ended its process is in none."""
+        named = _named_files(setup)
         self._pool = WorkerPool(setup, section.workers, section.max_pending, self._is_retried)
-        self.version = self._hash_version(setup)
+        try:
+            self.version = self._hash_version(setup, named)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, sample: Sample, prompt: Prompt) -> None:
         """Start scoring. The same response again changes nothing.
@@ -199,7 +210,7 @@ class ScoringPool:
         self._pool.close()
 
     def _check_scored(self, prompt: Prompt) -> None:
-        if not any(item.weight and applies(item, prompt.reward) for item in self._section.scorers):
+        if not any(item.weight and item.scores(prompt.reward) for item in self._section.scorers):
             raise ValueError(
                 f"prompt {prompt.prompt_id}: no scorer with a weight scores rows of the reward "
                 f"{prompt.reward!r} (reward.scorers … only)"
@@ -220,7 +231,10 @@ class ScoringPool:
             steps = self._steps(job.outcome.steps)
             total, violation = self._total(components)
             detail = "; ".join(told for told in (detail, violation) if told)
-        else:
+            if not all(map(math.isfinite, (total, *(score for _, score in steps)))):
+                status, detail = RewardStatus.ERROR, "the weighted scores are beyond floats"
+                components, steps, total = {}, (), None
+        if status is not RewardStatus.OK:
             self.failures.details[f"{status}: {detail}"] += 1
             if self._rules[status] == "stop":
                 raise RewardError(
@@ -265,14 +279,14 @@ class ScoringPool:
         weighed = {name: weight for name, weight in self._weights.items() if weight}
         return sum(components[name] * w for name, w in weighed.items() if name in components), ""
 
-    def _hash_version(self, setup: Setup) -> str:
+    def _hash_version(self, setup: Setup, named: dict[str, str]) -> str:
         """Over code, options and the files they name, weights, constraints, rules and library
         versions."""
         sources = self._pool.sources
         return contract_hash(
             {
                 "scorers": [[item.name, item.options] for item in setup.scorers],
-                "named_files": named_files([item.options for item in setup.scorers]),
+                "named_files": named,
                 "only": {item.title: sorted(item.only) for item in setup.scorers},
                 "batch": {item.title: item.batch for item in setup.scorers},
                 "weights": self._weights,
@@ -286,6 +300,16 @@ class ScoringPool:
                 "memory_gb": self._section.memory_gb,
             }
         )
+
+
+def _named_files(setup: Setup) -> dict[str, str]:
+    try:
+        return named_files([item.options for item in setup.scorers])
+    except OSError as error:
+        raise ScorerError(
+            f"reward.scorers: cannot read {error.filename or 'a file'} that an option names: "
+            f"{error.strerror or error}"
+        ) from error
 
 
 def _times(titles: Iterable[str], jobs: Iterable[Job]) -> dict[str, Times]:

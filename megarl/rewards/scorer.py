@@ -41,10 +41,14 @@ BUILT_IN = {
 """Name in a recipe → module with `make(**options)`, which checks them and gives the scorer."""
 
 MOST_SAID = 300
-"""Characters that are kept of an error's text."""
+"""Characters that are kept of an error's text and of a detail."""
 
 MOST_SHOWN = 4
 """Elements of a container that is shown whole in an error's text."""
+
+PENALTY = "[penalty] "
+"""Begins the detail of a record whose total is the declared penalty: it could not be scored. No
+scorer's own detail begins so."""
 
 NO_ANSWER = "no_answer"
 """Detail of a response in which no answer could be found: scored, and wrong."""
@@ -78,6 +82,7 @@ class RewardParts:
 
     total: float
     detail: str = ""
+    """Its first 300 characters are kept."""
     steps: tuple[tuple[int, float], ...] = ()
     """Process rewards: (response token index at which the step ends, its score), an index into
     `Response.token_ids`. They are trained on where `algorithm.rewards` is `process`."""
@@ -169,7 +174,7 @@ def parts_of(value: Any, tokens: int) -> RewardParts:
     """A scorer's answer on a response of so many tokens.
 
     Raises `TypeError` or `ValueError` for an answer, or a step's score, that is no finite number,
-    and for a step that ends outside the response.
+    for a step that ends outside the response, and for a detail that looks like a penalty's.
     """
     parts = value if isinstance(value, RewardParts) else RewardParts(value)
     total = _finite(parts.total, "")
@@ -183,7 +188,10 @@ def parts_of(value: Any, tokens: int) -> RewardParts:
         if not 0 <= index < tokens:
             raise ValueError(f"returned a step at token {index} of a response of {tokens} tokens")
         steps.append((int(index), _finite(score, f" for the step at token {index}")))
-    return RewardParts(total, str(parts.detail), tuple(steps))
+    detail = str(parts.detail)[:MOST_SAID]
+    if detail.startswith(PENALTY):
+        raise ValueError(f"returned a detail that begins with {PENALTY!r}, which marks a penalty")
+    return RewardParts(total, detail, tuple(steps))
 
 
 def _finite(value: Any, where: str) -> float:

@@ -34,6 +34,14 @@ def never_return(body: Callable[..., NoReturn], *arguments: Any) -> NoReturn:
         os._exit(1)
 
 
+def no_process(error: OSError) -> str:
+    """Why there is no worker: the machine, or a limit on it, has no room for a process."""
+    return (
+        f"reward.scorers: cannot start a scoring process: {error.strerror}; look at the limits on "
+        "processes, memory and open files, or lower reward.workers"
+    )
+
+
 def load_and_work(descriptor: int, setup: Setup, keeper: int) -> NoReturn:
     """A worker that loads the scorers itself."""
     os.setsid()
@@ -95,9 +103,12 @@ def be_template(channel: Channel, setup: Setup, keeper: int) -> NoReturn:
         except EOFError:
             os._exit(0)
         descriptor = channel.descriptors.pop(0)
-        channel.send(
-            Started(_fork_for(keeper, channel, descriptor, setup, scorers, ready, handler))
-        )
+        try:
+            pid = _fork_for(keeper, channel, descriptor, setup, scorers, ready, handler)
+        except OSError as error:
+            channel.send(no_process(error))
+        else:
+            channel.send(Started(pid))
         os.close(descriptor)
 
 
@@ -110,17 +121,30 @@ def _fork_for(
     ready: Ready,
     handler: signal.Handlers | None,
 ) -> int:
-    """The pid of a worker whose parent is the keeper: the one in between has ended."""
+    """The pid of a worker whose parent is the keeper: the one in between has ended.
+
+    Raises `OSError` when there can be no process.
+    """
     reader, writer = os.pipe()
-    between = os.fork()
+    try:
+        between = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
     if between:
         os.close(writer)
         pid = int(os.read(reader, 32))
         os.close(reader)
         os.waitpid(between, 0)  # from here on the keeper is the worker's parent
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
         return pid
     os.close(reader)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        pid = -error.errno
     if pid:
         os.write(writer, str(pid).encode())
         os._exit(0)

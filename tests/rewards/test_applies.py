@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.rewards.score import applies, first_component
+from megarl.rewards.score import first_component
 from megarl.rewards.scorer import ScorerError
 from tests.rewards.make_pool import GRADERS, prompt, sample, score, scoring, section
 
@@ -68,7 +68,6 @@ def test_accuracy_is_the_first_scorers_that_applies():
     told = {name: first_component(reward, name) for name in ("essay", "sum", "both", "none")}
     assert told == {"essay": "long", "sum": "exact_match", "both": "long", "none": "reported"}
     assert first_component(section(EXACT), "essay") is None
-    assert applies(reward.scorers[2], "any") and not applies(reward.scorers[0], "sum")
 
 
 def test_what_scores_what_is_part_of_the_version():

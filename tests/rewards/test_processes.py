@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.rewards.score import ScoringPool
@@ -38,6 +39,28 @@ threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 """A process with threads is not forked: each worker loads the scorers itself."""
 
 
+NO_ROOM = """
+import errno, os
+fork, depth = os.fork, 1
+def forking():
+    global depth
+    if depth == {depth}:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    pid = fork()
+    depth += pid == 0
+    return pid
+os.fork = forking
+"""
+"""Forks fail at this depth below the keeper."""
+
+
+def sockets_of(process: psutil.Process) -> set[str]:
+    """Those it has open."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    names = {os.readlink(file) for file in folder.iterdir()}
+    return {name for name in names if name.startswith("socket:")}
+
+
 def change_code(tmp_path, monkeypatch, head: str) -> list[float | None]:
     """Totals by workers that started before and after the scorer's file was changed."""
     module = tmp_path / f"changing_{bool(head)}.py"
@@ -57,6 +80,35 @@ def test_code_that_changes_is_not_seen_by_a_run(tmp_path, monkeypatch):
 def test_code_that_changes_under_a_run_stops_it_where_each_worker_loads_it(tmp_path, monkeypatch):
     with pytest.raises(ScorerError, match="code of a scorer changed while it is in use"):
         change_code(tmp_path, monkeypatch, LOADED_BY_ALL)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_machine_without_room_for_a_process_says_so(depth, tmp_path, monkeypatch):
+    """The keeper cannot start the template, the template nobody, or who is between no worker."""
+    (tmp_path / "sitecustomize.py").write_text(NO_ROOM.format(depth=depth))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = child_processes()
+    told = "cannot start a scoring process: Resource temporarily unavailable; look at the limits"
+    with pytest.raises(ScorerError, match=told):
+        ScoringPool(section(OBEY), Characters())
+    assert left_of(before) == []
+
+
+def test_a_template_that_takes_anothers_place_holds_no_workers_socket():
+    with scoring("tests.rewards.rude:rude") as pool:
+        keeper = psutil.Process(pool._pool._keeper._process.pid)
+
+        def template() -> psutil.Process:
+            (record,) = score(pool, ["pid"])
+            (found,) = (one for one in keeper.children() if one.pid != record.total)
+            return found
+
+        first = template()
+        first.kill()
+        score(pool, ["kill SIGKILL"])
+        second = template()
+        assert second.pid != first.pid
+        assert len(sockets_of(second)) == 1  # to the keeper
 
 
 def test_closing_ends_workers_and_what_they_started():

@@ -76,9 +76,10 @@ def test_unscored_responses_add_up_over_the_run(tmp_path: Path) -> None:
 def test_a_penalty_is_a_failure_and_an_unknown_token_or_a_wrong_answer_is_none() -> None:
     quarantine = Quarantine(1, None)
     table = _table(
-        (0, -1.0, "penalty for timeout: no score within 2 s"),
+        (0, -1.0, "[penalty] timeout: no score within 2 s"),
         (1, ERROR, UNKNOWN_TOKEN),
         (2, 0.0, "no_answer"),
+        (3, 0.0, "penalty for length"),
     )
     (found,) = quarantine.note(0, table, PROMPTS)
     assert found.prompt_id == "a" and found.counts == {"timeout": 1}

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.contracts.records import RewardStatus
 from megarl.contracts.samples import EndReason
-from megarl.rewards.score import Failures, RewardError, ScoringPool
+from megarl.rewards.score import Failures, RewardError, ScoringPool, is_penalised
 from megarl.rewards.scorer import ScorerError
 from tests.rewards.make_pool import (
     GRADERS,
@@ -139,8 +139,21 @@ def test_penalty_gives_the_declared_total_and_says_so():
         failed, fine = score(pool, ["raise it", "score 1"])
         assert pool.failures.details.total() == 1
     assert failed.status is RewardStatus.OK and failed.total == -0.5 and failed.components == {}
-    assert failed.detail.startswith("penalty for error: obey: RuntimeError: it")
+    assert failed.detail.startswith("[penalty] error: obey: RuntimeError: it")
     assert fine.total == 1.0
+
+
+def test_a_scorers_own_detail_is_never_taken_for_a_penalty():
+    with scoring(OBEY, penalty=-1.0) as pool:
+        harmless, forged, longer = score(
+            pool, ["parts penalty for length", "parts [penalty] error: x", f"parts {'x' * 5000}"]
+        )
+    assert (harmless.total, harmless.detail) == (0.5, "penalty for length")
+    assert not is_penalised(harmless.status, harmless.detail)
+    assert forged.status is RewardStatus.ERROR
+    assert "returned a detail that begins with '[penalty] '" in forged.detail
+    assert not is_penalised(forged.status, forged.detail)
+    assert (longer.total, longer.detail) == (0.5, "x" * 300)
 
 
 def test_a_constraint_decides_the_total_and_leaves_the_components():
@@ -158,6 +171,15 @@ def test_a_constraint_decides_the_total_and_leaves_the_components():
         assert [record.total for record in score(pool, ["46", "so 46"])] == [-3.0, 2.0]
     with pytest.raises(ScorerError, match="says at_least: set reward.violated"):
         ScoringPool(section(*constrained), Characters())
+
+
+def test_a_sum_beyond_floats_is_an_error():
+    huge = [{"name": f"{GRADERS}:obey"}, {"name": f"{GRADERS}:length", "weight": 1e308}]
+    with scoring(*huge) as pool:
+        (failed,) = score(pool, ["score 1e308"])
+    assert failed.status is RewardStatus.ERROR and failed.total is None
+    assert failed.detail == "the weighted scores are beyond floats" and not failed.components
+    assert pool.failures.details == {"error: the weighted scores are beyond floats": 1}
 
 
 def test_a_constraint_is_part_of_the_scorers_version():
@@ -237,39 +259,3 @@ def test_contradicting_sections_are_refused():
         ScoringPool(section("exact_match", on_status={"error": "penalty"}), Characters())
     with pytest.raises(ScorerError, match="same component name"):
         ScoringPool(section("exact_match", "exact_match"), Characters())
-
-
-def test_the_version_follows_files_that_options_name(tmp_path):
-    file = tmp_path / "answer.json"
-
-    def version(schema: str) -> str:
-        file.write_text(schema)
-        with scoring({"name": "json_schema", "schema": str(file)}) as pool:
-            return pool.version
-
-    first = version('{"type": "object"}')
-    assert version('{"type": "array"}') != first == version('{"type": "object"}')
-
-
-def test_the_version_follows_code_options_weights_rules_and_libraries(tmp_path, monkeypatch):
-    module = tmp_path / "own_scorer.py"
-    (tmp_path / "own_helper.py").write_text("ONE = 1.0\n")
-    module.write_text("from own_helper import ONE\ndef score(response, bonus=0.0): return ONE\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = {"name": "own_scorer:score"}
-
-    def version(scorer: dict, **keys) -> str:
-        with scoring(scorer, **keys) as pool:
-            return pool.version
-
-    same = [version(own), version(own), version(own, workers=2)]
-    others = [
-        version(own | {"bonus": 1.0}),
-        version(own | {"weight": 2.0}),
-        version(own, on_status={"timeout": "stop"}),
-    ]
-    (tmp_path / "own_helper.py").write_text("ONE = 1.5\n")
-    others.append(version(own))
-    module.write_text(module.read_text() + "import yaml\n")
-    others.append(version(own))
-    assert len(set(same)) == 1 and len({same[0], *others}) == 6

@@ -13,7 +13,7 @@ from megarl.contracts.records import RewardStatus
 from megarl.rewards.judge import Judge, Loaded
 from megarl.rewards.scorer import Response
 from tests.rewards import together
-from tests.rewards.make_pool import child_processes, left_of, score, scoring
+from tests.rewards.make_pool import child_processes, left_of, prompt, sample, score, scoring
 
 HERE = "tests.rewards.together"
 BATCHED = {"name": f"{HERE}:batched", "batch": 4}
@@ -165,6 +165,25 @@ def test_async_and_batched_together():
         records = score(pool, texts)
     assert totals(records) == [1.0] * 5 + [None, None, 4.0]
     assert [str(record.status) for record in records[5:7]] == ["timeout", "error"]
+
+
+def test_time_that_plain_scorers_take_is_none_of_an_async_ones_deadline():
+    """A worker that awaits some is given more, whose plain scorers keep the loop for a while."""
+    with scoring(f"{HERE}:busy", f"{HERE}:in_steps", deadline_seconds=0.9, concurrency=4) as pool:
+        for draw in range(5):
+            pool.submit(sample(str(draw), draw), prompt())
+            time.sleep(0.05)
+        records = pool.collect([(draw, 0) for draw in range(5)])
+        assert [record.detail for record in records] == [""] * 5
+        assert totals(records) == [2.0] * 5
+        assert pool.times["in_steps"].longest < 0.9
+
+
+def test_large_answers_and_large_top_ups_pass_each_other():
+    with scoring(f"{HERE}:stepping", deadline_seconds=5.0, concurrency=3) as pool:
+        records = score(pool, ["x" * 40_000] * 6)
+    assert totals(records) == [1.0] * 6
+    assert {len(record.step_rewards) for record in records} == {40_000}
 
 
 def test_kinds_of_scorers_work_side_by_side():

@@ -103,6 +103,25 @@ async def awaited(response: Response) -> RewardParts:
         AT_ONCE[0] -= 1
 
 
+def busy(response: Response) -> float:
+    """A plain scorer that takes its time."""
+    time.sleep(0.3)
+    return 1.0
+
+
+async def in_steps(response: Response) -> float:
+    """Asks twice; 0.2 s in all."""
+    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+async def stepping(response: Response) -> RewardParts:
+    """A step at each token: an answer far larger than a socket holds."""
+    await asyncio.sleep(0.01)
+    return RewardParts(1.0, "", tuple((at, 0.5) for at in range(len(response.token_ids))))
+
+
 class Awaited:
     async def __call__(self, response: Response) -> float:
         await asyncio.sleep(0.0)
