@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         ranks = launch.recipe.world.ranks
         if ranks > 1:
+            for target in launch.evaluation.targets:
+                for line in target.passed_over:  # which the ranks are not told
+                    print(f"megarl: {line}", file=sys.stderr, flush=True)
             # All ranks take what was found here, whatever a run that trains saves meanwhile.
             start_ranks(ranks, launch.evaluation.explicit(arguments, launch.recipe.run_folder))
     return process.run_rank(lambda: read_evaluation(arguments))

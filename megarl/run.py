@@ -316,7 +316,6 @@ class Run:
         if iteration == self.recipe.run.iterations - 1:
             final = self._finish_training(iteration)
             row |= {f"eval/final/{key.removeprefix('eval/')}": v for key, v in final.items()}
-            self._evaluation = self._evaluation or final
         self.report(iteration, row)
         for line in little_taught({"iteration": iteration} | row, self.recipe):
             self.console.note(line)

@@ -1,4 +1,8 @@
-"""The folder of an evaluation by itself: taken before anything slow is imported."""
+"""The folder of an evaluation by itself: taken before anything slow is imported.
+
+Files are written into `unfinished/` within it, and come to their places when all of them are there:
+an earlier evaluation stays as it is until then.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,18 @@ LOGS = "logs"
 RECIPE_FILE = "recipe.yaml"
 RESULTS_FILE = "results.json"
 """Written last: an evaluation with it is whole."""
+UNFINISHED = "unfinished"
+"""Where an evaluation writes until it has its results."""
 MARK = "evaluation"
 """In the first line of its recipe.yaml: the folder is no run's."""
 
 
 def claim(folder: Path, asked: Asked) -> FileLock:
-    """Rank 0's: take `folder`, and write the recipe into it.
+    """Rank 0's: take `folder`, and write the recipe into its `unfinished/`.
 
-    An evaluation that never came to its end makes room; a finished one is set aside as
-    `<name>.replaced-<n>` where that was asked for. Raises `EvaluationError` as `refuse_folder`
-    does, where another evaluation writes there, and where no folder can be made.
+    What an evaluation that never came to its end left is removed; a finished one stays. Raises
+    `EvaluationError` as `refuse_folder` does, where another evaluation writes there, and where no
+    folder can be made.
     """
     refuse_folder(folder, asked)
     try:
@@ -40,13 +46,29 @@ def claim(folder: Path, asked: Asked) -> FileLock:
             f"{folder} cannot be made ({error.strerror}); give --out a folder that can be written"
         ) from error
     refuse_folder(folder, asked)
+    begun, finished = folder / UNFINISHED, (folder / RESULTS_FILE).exists()
+    for entry in _entries(folder):
+        if entry == begun or not finished:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    begun.mkdir()
+    recipe = f"# {MARK}\n{asked.recipe.resolved_yaml()}"
+    (begun / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+    return lock
+
+
+def settle(folder: Path) -> None:
+    """Rank 0's, once `unfinished/` holds the results: they come to their places.
+
+    An earlier evaluation is set aside as `<name>.replaced-<n>`.
+    """
+    begun = folder / UNFINISHED
     if (folder / RESULTS_FILE).exists():
         _set_aside(folder)
-    for entry in _entries(folder):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    recipe = f"# {MARK}\n{asked.recipe.resolved_yaml()}"
-    (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-    return lock
+    # The recipe says whose the folder is, the results that it is whole.
+    order = {RECIPE_FILE: 0, RESULTS_FILE: 2}
+    for entry in sorted(begun.iterdir(), key=lambda path: (order.get(path.name, 1), path.name)):
+        entry.rename(folder / entry.name)
+    begun.rmdir()
 
 
 def refuse_folder(folder: Path, asked: Asked) -> None:
@@ -70,9 +92,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_evaluation(folder: Path) -> bool:
+    return _is_marked(folder / RECIPE_FILE) or _is_marked(folder / UNFINISHED / RECIPE_FILE)
+
+
+def _is_marked(file: Path) -> bool:
     try:
-        with open(folder / RECIPE_FILE, encoding="utf-8") as file:
-            return file.readline() == f"# {MARK}\n"
+        with open(file, encoding="utf-8") as lines:
+            return lines.readline() == f"# {MARK}\n"
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -82,4 +108,5 @@ def _set_aside(folder: Path) -> None:
     aside = next(name for name in names if not name.exists())
     aside.mkdir()
     for entry in _entries(folder):
-        entry.rename(aside / entry.name)
+        if entry.name != UNFINISHED:
+            entry.rename(aside / entry.name)

@@ -12,8 +12,8 @@ from megarl.checkpoint.commit import (
     FOLDER,
     CheckpointError,
     Commit,
+    checkpoint_folders,
     read_commit,
-    whole_checkpoints,
 )
 from megarl.checkpoint.model_fit import as_words, numbers_of
 from megarl.checkpoint.position import Position, read_position
@@ -46,6 +46,8 @@ class Target:
     """Iterations finished, of a checkpoint."""
     named: bool = True
     """False for the recipe's own model, which nobody named."""
+    passed_over: tuple[str, ...] = ()
+    """What was not taken in its place, a line each: damaged checkpoints of the run after it."""
 
     def position(self) -> Position:
         """Raises `CheckpointError` where it is whole no longer."""
@@ -85,7 +87,10 @@ def _find(text: str, recipe: Recipe) -> Target:
         if (place / COMMIT_FILE).exists() or _CHECKPOINT.fullmatch(place.name):
             return _checkpoint(text, recipe, _whole(text, place))
         if (place / RECIPE_FILE).is_file() or (place / FOLDER).is_dir():
-            return _checkpoint(text, recipe, _newest(text, place))
+            newest, others = _newest(text, place)
+            target = _checkpoint(text, recipe, newest)
+            told = (f"{OPTION} {text}: passed over {why}" for why in others)
+            return replace(target, passed_over=tuple(told))
     if places:
         raise EvaluationError(
             f"{OPTION} {text}: {places[0]} is no run ({RECIPE_FILE}), checkpoint ({COMMIT_FILE}) "
@@ -105,11 +110,15 @@ def _whole(text: str, folder: Path) -> Commit:
         raise EvaluationError(f"{OPTION} {text}: {error}; name a whole one") from error
 
 
-def _newest(text: str, run: Path) -> Commit:
-    whole, others = whole_checkpoints(run)
-    if whole:
-        return whole[-1]
-    why = f" ({others[-1]})" if others else ""
+def _newest(text: str, run: Path) -> tuple[Commit, list[str]]:
+    """The newest whole checkpoint, and a line for each later one that says why it is not."""
+    others: list[str] = []
+    for _, folder in reversed(checkpoint_folders(run)):
+        try:
+            return read_commit(folder), others
+        except CheckpointError as error:
+            others.append(str(error))
+    why = f" ({others[0]})" if others else ""
     raise EvaluationError(
         f"{OPTION} {text}: {run} holds no whole checkpoint{why}; set checkpoint.every in its "
         "recipe, or name a Hugging Face folder"

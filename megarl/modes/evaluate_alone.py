@@ -3,7 +3,8 @@
     ACTOR_COMMITTED → EXPORTING → ROLLOUT_LOADING → ROLLOUT_READY      once for each of the targets
 
 The path is training's own: megatron shards, resharded into SGLang, whose parameters are read back
-and compared; only that no optimizer is there. Nothing is written but to the evaluation's folder.
+and compared; only that no optimizer is there. Nothing is written but to the evaluation's folder. An
+earlier evaluation stays there until this one has its results.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from megarl.assemble_data import facts_of, loaded_alike, sampling_of
 from megarl.assemble_roles import role_arguments
 from megarl.checkpoint.commit import CheckpointError
+from megarl.checkpoint.folder_check import TensorsError
 from megarl.checkpoint.hf_folder import load_shards
 from megarl.checkpoint.position import Position
 from megarl.checkpoint.restore import restore_policy
@@ -30,8 +32,9 @@ from megarl.data.prompts import PromptSet
 from megarl.data.reward_names import check_probes, check_rewards
 from megarl.desk import announce, console_of
 from megarl.evaluation.files import write_generations, write_numbers
-from megarl.evaluation.folder import RESULTS_FILE
+from megarl.evaluation.folder import RESULTS_FILE, UNFINISHED, settle
 from megarl.evaluation.held_out import Evaluated, HeldOut, evaluate, first_of_each_source
+from megarl.evaluation.own_tokens import own_tokens
 from megarl.evaluation.probes import Probes
 from megarl.evaluation.tables import comparison_lines, evaluation_lines
 from megarl.evaluation.targets import EvaluationError, Target
@@ -93,7 +96,7 @@ def assembled_to_evaluate(launch: Launch, world: World, failure: Failure) -> Ite
             recipe.rollout.bucket_bytes,
             world,
         )
-        versions = VersionLog(recipe.run_folder if world.is_main else None)
+        versions = VersionLog(recipe.run_folder / UNFINISHED if world.is_main else None)
         stack.callback(versions.close)
         stopwatch = stack.enter_context(Stopwatch(None))
         hybrid = HybridEngine(
@@ -141,8 +144,7 @@ def _held_out(stack: ExitStack, recipe: Recipe, world: World) -> HeldOut:
 def evaluate_alone(bench: Bench, launch: Launch) -> None:
     """Every target in turn; `results.json` last. Collective.
 
-    Raises `EvaluationError`, `CheckpointError`, `TensorsError` and `FolderError` on every rank for
-    weights that cannot be taken.
+    Raises `EvaluationError` and `FolderError` on every rank for weights that cannot be taken.
     """
     asked, world, folder = launch.evaluation, bench.world, bench.recipe.run_folder
     # Rank 0's, for a run that trains meanwhile may have another newest checkpoint by now.
@@ -150,11 +152,14 @@ def evaluate_alone(bench: Bench, launch: Launch) -> None:
     done = []
     for target in targets:
         bench.console.stage(f"evaluate {target.label}")
+        for line in target.passed_over:
+            bench.console.note(line)
         told, evaluated = _evaluate(bench, target, asked.recipe.run.name)
         done.append(told)
         if world.is_main:
             head = {"version": evaluated.version.id}
-            write_generations(folder / f"{target.label}.jsonl", head, evaluated.lines)
+            file = folder / UNFINISHED / f"{target.label}.jsonl"
+            write_generations(file, head, evaluated.lines)
             for line in _lines(told):
                 bench.console.note(line)
     if not world.is_main:
@@ -163,7 +168,8 @@ def evaluate_alone(bench: Bench, launch: Launch) -> None:
         for line in ("", "All of them, the same prompts and seeds:", *comparison_lines(done)):
             bench.console.note(line)
     results = {"recipe": asked.recipe.hash, "evaluations": done}
-    write_numbers(folder / RESULTS_FILE, results)
+    write_numbers(folder / UNFINISHED / RESULTS_FILE, results)
+    settle(folder)
     bench.console.note(f"finished: {folder}")
     if asked.json:
         bench.console.close()
@@ -183,6 +189,7 @@ def _evaluate(bench: Bench, target: Target, run_name: str) -> tuple[dict[str, An
     world, hybrid = bench.world, bench.hybrid
     world.enter("build_actor")
     position = _load(bench, target)
+    tokenizer = _own_tokenizer(bench, target, position)
     world.enter("commit")
     manifest = hybrid.manifest()
     version = _version(bench, position, manifest, run_name)
@@ -199,6 +206,8 @@ def _evaluate(bench: Bench, target: Target, run_name: str) -> tuple[dict[str, An
         "path": str(target.path),
         "is_checkpoint": target.is_checkpoint,
         "iteration": target.iteration,
+        "tokenizer_hash": bench.held_out.tokens.hash,
+        "own_tokenizer_hash": tokenizer,
     }
     told = whose | evaluated.told()
     if position is None:  # a folder says nothing of the steps behind it
@@ -227,8 +236,31 @@ def _load(bench: Bench, target: Target) -> Position | None:
             f"{target.path}: its run had another tokenizer or chat template than model.path "
             f"{bench.recipe.model.path}; set model.path to the model that the run began from"
         )
-    restore_policy(target.path, position, bench.policy, world)
+    try:
+        restore_policy(target.path, position, bench.policy, world)
+    except (CheckpointError, TensorsError) as error:  # on every rank, in the same words
+        raise EvaluationError(str(error)) from error
     return position
+
+
+def _own_tokenizer(bench: Bench, target: Target, position: Position | None) -> str | None:
+    """The hash of the target's own tokenizer, where it has one; says how it differs. Collective."""
+    if position is not None:
+        return position.contracts["tokenizer"]
+    world, hash_, problem = bench.world, None, ""
+    if world.is_main:
+        try:
+            own = own_tokens(target.path, bench.held_out.tokens, bench.recipe.data.template)
+        except EvaluationError as error:
+            problem = str(error)
+        else:
+            hash_ = own.hash
+            if own.note is not None:
+                bench.console.note(own.note)
+    hash_, problem = world.from_main((hash_, problem))
+    if problem:
+        raise EvaluationError(problem)
+    return hash_
 
 
 def _load_folder(bench: Bench, folder: Path) -> None:

@@ -134,12 +134,18 @@ class Console:
             self._print(f"{text} …")
 
     def iteration(self, row: Mapping[str, Any]) -> None:
-        """An iteration is done: `row` is its row of metrics."""
+        """An iteration is done: `row` is its row of metrics. The last one shows the final
+        evaluation, where it has no other."""
+        shown = (metrics.ACCURACY, metrics.ACCURACY_SAMPLED)
+        names = {key: metrics.final_name(key) for key in shown}
+        final = {key: row[name] for key, name in names.items() if name in row}
+        for evaluation in (row, final):
+            if metrics.ACCURACY in evaluation:
+                self._keep_evaluation(evaluation)
+        row = {**final, **row}
         self._row = row
         self._keep(self._rewards, row, metrics.REWARD)
         self._keep(self._durations, row, metrics.SECONDS)
-        if metrics.ACCURACY in row:
-            self._keep_evaluation(row)
         if not self._on:
             return
         if not self._headed:

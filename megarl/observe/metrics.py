@@ -28,6 +28,9 @@ ACCURACY_SAMPLED = "eval/accuracy_sampled"
 TOKENS_PER_SECOND = "time/tokens_per_second"
 ENTROPY = "policy/entropy"
 EVALUATION_PREFIX = "eval/"
+FINAL_PREFIX = "eval/final/"
+"""Of the final weights' evaluation, in the last row."""
+PENALISED = "reward/penalised"
 APPROX_KL = "policy/approx_kl"
 APPROX_KL_STOPPED = "policy/approx_kl_stopped"
 CLIP_LOW, CLIP_HIGH = "policy/clip_low", "policy/clip_high"
@@ -57,6 +60,11 @@ SHOWN = frozenset(
 """Numbers that console, summary and report show, besides times, evaluations and those by source."""
 MOST_ITERATIONS = 1 << 53
 """Whole numbers below it are exact as floats."""
+
+
+def final_name(key: str) -> str:
+    """What the final evaluation's number of the name `key` is called."""
+    return FINAL_PREFIX + key.removeprefix(EVALUATION_PREFIX)
 
 
 class MetricsError(ValueError):

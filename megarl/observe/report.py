@@ -35,8 +35,8 @@ def report_html(run: RunFiles) -> str:
     stages = sorted({key for row in run.rows for key in row if is_stage(key)})
     seconds = {key.removeprefix(metrics.STAGE_PREFIX): run.points(key) for key in stages}
     accuracy = {
-        "greedy": run.points(metrics.ACCURACY),
-        "sampled": run.points(metrics.ACCURACY_SAMPLED),
+        "greedy": run.evaluations(metrics.ACCURACY),
+        "sampled": run.evaluations(metrics.ACCURACY_SAMPLED),
     }
     clipped = {
         "below": run.points(metrics.CLIP_LOW),

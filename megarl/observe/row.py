@@ -17,6 +17,7 @@ from megarl.contracts.records import STATUSES, RewardStatus, Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
 from megarl.data.table import SampleTable
+from megarl.rewards.score import penalised
 from megarl.rollout.account import drop_rates
 from megarl.rollout.groups import IterationPlan
 
@@ -56,12 +57,14 @@ def rollout_row(table: SampleTable, plan: IterationPlan, parity: Parity) -> dict
 
 def reward_row(scores: Scores) -> dict[str, float]:
     """What was scored, over all samples that could be, in all and by component; of each component
-    over those that have it."""
+    over those that have it. A declared penalty counts in the total, and is told."""
     ok = scores.ok
     row = {"reward/unscored": float((~ok).sum())}
     for status in (RewardStatus.TIMEOUT, RewardStatus.ERROR):
         if count := int((scores.status_code == STATUSES.index(status)).sum()):
             row[f"reward/unscored/{status}"] = float(count)
+    if count := int(penalised(scores).sum()):
+        row["reward/penalised"] = float(count)
     if ok.any():
         total = scores.total[ok]
         row |= {"reward/mean": float(total.mean()), **_spread("reward", total)}

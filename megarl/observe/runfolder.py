@@ -65,6 +65,13 @@ class RunFiles:
         """(iteration, value) of the rows that have the metric `key`."""
         return [(row[metrics.ITERATION], row[key]) for row in self.rows if key in row]
 
+    def evaluations(self, key: str) -> list[tuple[float, float]]:
+        """(iterations before, value) of the evaluations that have the metric `key`, the final one
+        too."""
+        final = metrics.final_name(key)
+        ends = [(row[metrics.ITERATION] + 1, row[final]) for row in self.rows if final in row]
+        return self.points(key) + ends
+
     def sources(self) -> list[str]:
         """Sources that iterations tell apart, by name; none where they drew from one alone."""
         keys = {key for row in self.rows for key in row if key.startswith(metrics.PROMPTS_OF)}
@@ -151,9 +158,9 @@ def accuracy_before_after(
 ) -> tuple[float | None, float | None]:
     """The first evaluation's value of `key` and the last one's, None where there is none.
 
-    A run of one iteration has both in one row, the last one under `eval/final/…`.
+    The final one is in the last row, under `eval/final/…`.
     """
-    final = "eval/final/" + key.removeprefix("eval/")
+    final = metrics.final_name(key)
     firsts = [row[key] for row in rows if key in row]
     lasts = [row.get(final, row.get(key)) for row in rows if key in row or final in row]
     several = len(firsts) > 1 or any(final in row for row in rows)

@@ -75,6 +75,9 @@ def _results(run: RunFiles) -> list[str]:
     rewards = [value for _, value in run.points(metrics.REWARD)]
     first, last = (rewards[0], rewards[-1]) if rewards else (None, None)
     lines.append(f"  {'reward, first and last':<30}{_number(first)}{_number(last)}")
+    penalised = sum(value for _, value in run.points(metrics.PENALISED))
+    if penalised:
+        lines.append(f"  {penalised:.0f} responses could not be scored and got the penalty")
     gaps = [value for _, value in run.points(metrics.PARITY)]
     if gaps:
         limit = run.setting("parity", "max")
@@ -138,7 +141,7 @@ def _times(run: RunFiles) -> list[str]:
 
 
 def _plot(run: RunFiles) -> list[str]:
-    rewards, accuracy = run.points(metrics.REWARD), run.points(metrics.ACCURACY)
+    rewards, accuracy = run.points(metrics.REWARD), run.evaluations(metrics.ACCURACY)
     if len(rewards) < 2:
         return []
     lines = text_plot({"·": rewards, "●": accuracy})

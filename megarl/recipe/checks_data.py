@@ -16,7 +16,7 @@ from megarl.rewards.scorer import BUILT_IN
 
 Refusal = tuple[tuple[str, ...], str]
 
-TAKEN = frozenset({"mean", "std", "min", "max", "unscored", "shaped_mean", "source"})
+TAKEN = frozenset({"mean", "std", "min", "max", "unscored", "penalised", "shaped_mean", "source"})
 """What follows `reward/` in other metrics than a component's."""
 
 
@@ -162,12 +162,14 @@ def _eval(recipe: Recipe) -> Iterator[Refusal]:
     if len(set(section.pass_at)) < len(section.pass_at):
         yield ("eval.pass_at",), "a number is listed twice; keep one"
     if not section.sampled:
-        for key in ("samples", "temperature"):
+        # A base recipe may have set it: then its default must be given.
+        for key, plain in (("samples", "1"), ("temperature", "null")):
             value = getattr(section, key)
             if value != type(section).model_fields[key].default:
                 yield (
                     (f"eval.{key}",),
-                    "with eval.sampled false nothing is sampled; leave it out, or set eval.sampled",
+                    "with eval.sampled false nothing is sampled; set eval.sampled=true, or leave "
+                    f"it out (eval.{key}={plain} where a base recipe has it)",
                 )
     for index, probe in enumerate(section.probes):
         if probe.at_least is not None or probe.weight != 1.0:

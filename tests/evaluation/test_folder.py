@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.evaluation.arguments import Asked
-from megarl.evaluation.folder import claim
+from megarl.evaluation.folder import claim, settle
 from megarl.evaluation.targets import EvaluationError
 from megarl.recipe import load_recipe
 
@@ -27,19 +27,32 @@ def asked() -> Asked:
 def test_one_that_was_cut_off_makes_room(tmp_path: Path, asked: Asked) -> None:
     out = tmp_path / "a" / "out"
     claim(out, asked).release()
-    (out / "iter_000001.jsonl").write_text("{}\n")
+    (out / "unfinished" / "iter_000001.jsonl").write_text("{}\n")
+    (out / "iter_000002.jsonl").write_text("cut off as it came to its place\n")
     (out / "logs" / "rank_1.log").write_text("")
     claim(out, asked).release()
-    assert sorted(path.name for path in out.iterdir()) == ["logs", "recipe.yaml"]
+    assert sorted(path.name for path in out.iterdir()) == ["logs", "unfinished"]
     assert (out / "logs" / "rank_1.log").exists()
-    assert load_recipe(out / "recipe.yaml") == asked.recipe
+    assert [path.name for path in (out / "unfinished").iterdir()] == ["recipe.yaml"]
+    assert load_recipe(out / "unfinished" / "recipe.yaml") == asked.recipe
 
 
-def test_a_finished_one_is_set_aside_only_when_asked(tmp_path: Path, asked: Asked) -> None:
+def test_a_finished_one_is_set_aside_only_when_asked_and_by_results(
+    tmp_path: Path, asked: Asked
+) -> None:
     out = tmp_path / "out"
     for number in (1, 2):
+        claim(out, replace(asked, overwrite=True)).release()  # which never comes to its results
         claim(out, replace(asked, overwrite=True)).release()
-        (out / "results.json").write_text(str(number))
+        assert number == 1 or (out / "results.json").read_text() == "1"
+        assert not (tmp_path / "out.replaced-1").exists()
+        (out / "unfinished" / "results.json").write_text(str(number))
+        settle(out)
+        assert sorted(path.name for path in out.iterdir()) == [
+            "logs",
+            "recipe.yaml",
+            "results.json",
+        ]
     with pytest.raises(EvaluationError, match="holds a finished evaluation; --overwrite sets"):
         claim(out, asked)
     assert (out / "results.json").read_text() == "2"

@@ -21,7 +21,9 @@ from filelock import FileLock
 
 from megarl import evaluate
 from megarl.contracts.hashes import file_hash
+from megarl.evaluation.targets import find_targets
 from megarl.experience.load import load_iteration
+from megarl.recipe import load_recipe
 from tests.launch import watched
 from tests.launch.runs import ROOT, environment, make_model, read_lines, run_warm, settings
 from tests.launch.runs import Finished as Run
@@ -151,6 +153,8 @@ def test_the_command_finds_the_loops_numbers(run: Run, data: Path) -> None:
     assert json.loads((out / "results.json").read_text()) == results
     newest, earlier, folder = results["evaluations"]
     assert [one["label"] for one in results["evaluations"]] == ["iter_000003", "iter_000001", "hf"]
+    hashes = {one[k] for one in (newest, folder) for k in ("tokenizer_hash", "own_tokenizer_hash")}
+    assert len(hashes) == 1 and None not in hashes and "own are used" not in done.stdout
     assert newest["all"] == folder["all"] and newest["sources"] == folder["sources"]
     finished = json.loads((run.folder / "finished.json").read_text())
     assert newest["version"] == finished["version"]
@@ -186,16 +190,24 @@ def _contents(folder: Path) -> dict[str, str]:
 
 
 def test_one_rank_finds_them_too_and_a_second_evaluation_is_refused(
-    run: Run, data: Path, capsys: pytest.CaptureFixture
+    run: Run, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """One of them is a folder with a chat template of its own, which is not used, and told."""
+    other = tmp_path / "other"
+    shutil.copytree(run.folder / "hf", other)
+    file = other / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "Q"}))
     overrides = ALONE | {"world.ranks": 1, "actor.tp": 1}
     arguments = [RECIPE, "run.name=loop", *given(data, run.folder.parent, **overrides)]
-    arguments += ["--checkpoint", "loop"]
+    out = tmp_path / "out"
+    arguments += ["--checkpoint", "loop", f"--checkpoint={other}", f"--out={out}"]
     code, output = run_ranks(arguments, environment(), 150, evaluate.main, world=1)
     assert code == 0, output
-    out = run.folder.parent / "loop.eval-iter_000003"
-    (told,) = json.loads((out / "results.json").read_text())["evaluations"]
-    _same_numbers(told, {k.replace("eval/final/", "eval/"): v for k, v in run.rows[2].items()})
+    for told in (evaluations := json.loads((out / "results.json").read_text())["evaluations"]):
+        _same_numbers(told, {k.replace("eval/final/", "eval/"): v for k, v in run.rows[2].items()})
+    used, own = (evaluations[1][key] for key in ("tokenizer_hash", "own_tokenizer_hash"))
+    assert used == evaluations[0]["own_tokenizer_hash"] != own
+    assert output.count(f"{other} has another chat template than model.path") == 1
     assert _refused(capsys, arguments) == (
         f"megarl: error: {out} holds a finished evaluation; --overwrite sets it aside, "
         "--out FOLDER writes elsewhere"
@@ -238,6 +250,11 @@ def test_half_written_and_other_models_are_refused(
     assert f"{cut}: half-written, there is no COMMIT.json; name a whole one" in told
     told = _refused(capsys, [*plain, f"--checkpoint={tmp_path / 'cut'}"])
     assert f"holds no whole checkpoint ({cut}: half-written" in told
+    shutil.copytree(run.folder / "checkpoints" / "iter_000001", cut.with_name("iter_000001"))
+    (target,) = find_targets([str(tmp_path / "cut")], load_recipe(RECIPE, plain[1:]))
+    assert (target.path, target.iteration) == (cut.with_name("iter_000001"), 1)
+    (passed,) = target.passed_over
+    assert passed.endswith(f"passed over {cut}: half-written, there is no COMMIT.json")
     other = tmp_path / "other"
     shutil.copytree(data / "model", other)
     config = json.loads((other / "config.json").read_text())
@@ -260,6 +277,12 @@ def test_weights_that_changed_on_disk_are_not_evaluated(
         body[place] ^= 1
     file.write_bytes(body)
     arguments = [RECIPE, *given(data, tmp_path, **ALONE), f"--checkpoint={folder}"]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "recipe.yaml").write_text("# evaluation\n")
+    (out / "results.json").write_text("an earlier one")
+    arguments += [f"--out={out}", "--overwrite"]
     code, output = run_ranks(arguments, environment(), 150, evaluate.main, world=2)
-    assert code == 1 and f"{folder / 'actor'}" in output
-    assert not list(tmp_path.glob("*/results.json"))
+    assert code == 2 and f"{folder / 'actor'}" in output, output
+    assert (out / "results.json").read_text() == "an earlier one"
+    assert not list(tmp_path.glob("out.replaced*"))

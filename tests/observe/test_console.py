@@ -49,6 +49,15 @@ def test_plain_mode_is_a_heading_and_one_aligned_line_an_iteration() -> None:
     assert len(heading) == len(first) == len(second) <= 100
 
 
+def test_the_last_line_shows_the_final_evaluation() -> None:
+    out = io.StringIO()
+    with Console("plain", 2, stream=out) as console:
+        console.iteration(ROW)
+        console.iteration({"iteration": 1, "eval/final/accuracy": 0.75})
+        assert console._accuracy()[0] == "greedy 0.500 → 0.750"
+    assert out.getvalue().splitlines()[-1].split()[:3] == ["2/2", "-", "0.7500"]
+
+
 def test_plain_mode_tells_progress_every_ten_seconds() -> None:
     out, now = io.StringIO(), [0.0]
     console = Console("plain", 3, stream=out, clock=lambda: now[0])

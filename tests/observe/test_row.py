@@ -6,12 +6,15 @@ Not covered: the numbers of updates (`tests/launch`), and that a page explains e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megarl.contracts.records import RewardRecord, RewardStatus, Scores
 from megarl.data.prepare import Parity
 from megarl.observe.row import reward_row, rollout_row
+from megarl.rewards.scorer import PENALTY
 from megarl.rollout.account import Drawn
 from megarl.rollout.groups import plan_iteration
 from tests.algorithms.make_credit import Row, make_facts
@@ -47,6 +50,17 @@ def test_components_tell_their_spread_over_the_samples_that_have_them() -> None:
     ):
         told = [row[f"reward/{name}{part}"] for part in ("", "/scored", "/min", "/max", "/std")]
         assert told == pytest.approx([mean, scored, least, most, deviation])
+
+
+def test_penalties_are_counted_apart_from_what_has_no_score() -> None:
+    failed = replace(record(0, -1.0), detail=f"{PENALTY}error: ValueError")
+    row = reward_row(
+        Scores.from_records(
+            [failed, replace(failed, candidate=1), record(2, 1.0), record(3, RewardStatus.ERROR)]
+        )
+    )
+    assert (row["reward/penalised"], row["reward/unscored"]) == (2, 1)
+    assert row["reward/mean"] == pytest.approx(-1 / 3)
 
 
 def test_reasons_are_told_where_there_are_any_and_no_component_is_made_up() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.observe import report, summary
+from megarl.observe.runfolder import read_run
 
 ROWS = [
     {
@@ -135,6 +136,26 @@ def test_a_run_of_one_iteration_has_before_and_after_in_one_row(
     row = ROWS[0] | {"eval/final/accuracy": 0.5}
     text = told(write_run(tmp_path / "run", [row]), capsys)
     assert "held-out accuracy, greedy         0.125    0.500" in text
+
+
+def test_the_final_evaluation_is_a_point_behind_the_last_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*ROWS[:2], ROWS[2] | {"eval/accuracy": 0.75, "eval/final/accuracy": 0.5}]
+    folder = write_run(tmp_path / "run", rows)
+    run = read_run(folder)
+    assert run.points("eval/accuracy") == [(0, 0.125), (2, 0.75)]
+    assert run.evaluations("eval/accuracy") == [(0, 0.125), (2, 0.75), (3, 0.5)]
+    assert told(folder, capsys).count("●") == 4  # and its legend
+    page = report.write_report(folder).read_text()
+    assert "0.125 → 0.5<" in page
+
+
+def test_penalties_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "penalty" not in told(write_run(tmp_path / "none", ROWS), capsys)
+    rows = [row | {"reward/penalised": 5.0} for row in ROWS[:2]]
+    text = told(write_run(tmp_path / "some", rows), capsys)
+    assert "10 responses could not be scored and got the penalty" in text
 
 
 @pytest.mark.parametrize("tool", [summary, report])

@@ -101,6 +101,11 @@ def test_a_reward_is_named_by_the_source_or_by_its_rows() -> None:
 def test_what_is_sampled_needs_sampling() -> None:
     told = refusal("eval.sampled=false", "eval.samples=4")
     assert "eval.samples: with eval.sampled false nothing is sampled" in told
+    assert "(eval.samples=1 where a base recipe has it)" in told
+    told = refusal("eval.sampled=false", "eval.temperature=0.5")
+    assert "(eval.temperature=null where a base recipe has it)" in told
+    given = ["eval.samples=4", "eval.temperature=0.5", "eval.sampled=false"]
+    load_recipe(QUICKSTART, [*given, "eval.samples=1", "eval.temperature=null"])
 
 
 def test_one_scorer_may_be_listed_twice_under_two_names() -> None:
