@@ -6,6 +6,7 @@ All scans are linear in the response's length.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+([A-Za-z0-9])(?![A-Za-z0-9]))")
 SAID = re.compile(
@@ -17,6 +18,12 @@ SAID = re.compile(
 r"""What comes before a stated answer: `####`, `Answer:`, `The answer is`, `The answers are:`."""
 SENTENCE_END = re.compile(r"[.!?](?=\s+[^\s\d]|\s*$)|\n")
 MATH_SPAN = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$]+)\$|\\\((.+?)\\\)", re.DOTALL)
+JOINS = re.compile(
+    r"[\s$*]{0,8}(?:\\[()\[\]])?\s{0,4}"
+    r"(?:[,;]|[,;]?\s{0,4}(?:\\text\s?\{)?\s{0,4}(?:and|(?P<or>or))\s{0,4}\}?)"
+    r"(?:\\[,; ]|\\q?quad|[\s$*]){0,8}(?:\\[()\[\]])?\s{0,4}"
+)
+r"""What stands between the boxes of a list: `,`, `, and`, `$ or $`, `\text{ and }`."""
 MOST_SAID = 2_000
 """Characters after the words that state an answer in which its end is looked for."""
 
@@ -49,18 +56,40 @@ def closing_brace(text: str, start: int, most: int | None = None) -> int:
 
 def last_box(text: str) -> str | None:
     r"""Content of the last `\boxed{…}` (or `\fbox{…}`) whose braces balance, or of a `\boxed 7`,
-    which boxes the character after it; None without one."""
+    which boxes the character after it; None without one.
+
+    Boxes with nothing but `,`, `;`, `and` or `or` between them are one answer, the list of their
+    contents: `\boxed{1}, \boxed{2}` says `1, 2`. Where all hold the same, it stands once.
+    """
+    found: list[str] = []
+    words: list[str] = []
+    start = 0
+    for box_start, box_end, content in _boxes_backwards(text):
+        if found:
+            between = JOINS.fullmatch(text, box_end, start)
+            if between is None:
+                break
+            words.append(" or " if between["or"] else ", ")
+        found.append(content)
+        start = box_start
+    if len(set(found)) < 2:
+        return found[0] if found else None
+    return found[-1] + "".join(map(str.__add__, words[::-1], found[-2::-1]))
+
+
+def _boxes_backwards(text: str) -> Iterator[tuple[int, int, str]]:
+    """Start, end and content of each box, the last first."""
     # Backwards, so that many boxes cost no more than one; a stray opening one ends at the next's
     # start at the latest, which bounds the whole scan by the length of the text.
     limit = len(text)
     for match in reversed(list(BOX.finditer(text))):
         if match[1] is not None:
-            return match[1]
-        close = closing_brace(text, match.end(), limit - match.end())
-        if close >= 0:
-            return text[match.end() : close].strip()
+            yield match.start(), match.end(), match[1]
+        else:
+            close = closing_brace(text, match.end(), limit - match.end())
+            if close >= 0:
+                yield match.start(), close + 1, text[match.end() : close].strip()
         limit = min(limit, match.start())
-    return None
 
 
 def last_said(text: str) -> str | None:

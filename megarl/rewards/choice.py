@@ -9,6 +9,7 @@ from typing import Any
 from megarl.rewards.answer_text import SENTENCE_END, after_thinking, last_box
 from megarl.rewards.exact import NOT_FINISHED
 from megarl.rewards.math_text import normal, plain_words
+from megarl.rewards.options import check_flag, check_text, check_word
 from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 LETTERS = "ABCDEFGHIJ"
@@ -29,6 +30,9 @@ STATEMENT = re.compile(
     re.IGNORECASE,
 )
 """What introduces a statement. The last kind is a last line that is a letter and nothing else."""
+LABELLED = re.compile(r"[\s*_`\"'$]{0,6}\(?([A-J])\)[\s*_]{0,6}(?=\S)")
+"""Begins a line that gives an option's letter, in brackets or before one, and its text."""
+ANOTHER = re.compile(r"(?<!\w)[A-J]\)")
 LETTER = re.compile(
     r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:correct\s+)?(?:option|choice|answer|letter)?\s*[\"'(\[*$]*"
     r"([A-Ja-j])(?![A-Za-z'’])[\"')\]*$}]*",
@@ -70,17 +74,18 @@ def make(*, choices: str = "choices", answer_is: str = "any", finished: bool = T
       can be two that name different choices, it cannot be scored (choices 2, 3, 4 and answer 2).
     - `finished`: a response that was cut off scores 0.
 
-    A prompt's answer that names no choice is a ValueError. The response's answer is what it states
-    last: `\boxed{B}`, `The answer is B`, `Answer: (B)`, `#### B`, `option B` chosen, a last line
-    that is `B`; without any, the one letter in brackets, `(B)`, that the response has. With
-    choices, the option's text may stand for its letter; a capital is read as a letter, if there is
-    such an option. A statement that names several options, or none, is wrong (`unreadable`). What
-    stands before the last `</think>` is not looked at.
+    A prompt's answer that names no choice is a ValueError. The response's answer is what it
+    states last: `\boxed{B}`, `The answer is B`, `Answer: (B)`, `#### B`, `option B` chosen, a
+    last line that is `B` or `B) London`, or with choices `London`; without any, the one letter
+    in brackets, `(B)`, that the response has. A last line that goes on with a copy of the
+    options (`C) Rome` where the option before it is B, `Rome` below `London`) states nothing.
+    With choices, the option's text may stand for its letter; a capital is read as a letter, if
+    there is such an option. A statement that names several options, or none, is wrong
+    (`unreadable`). What stands before the last `</think>` is not looked at.
     """
-    if not isinstance(choices, str) or not choices:
-        raise ValueError(f"choices must be a row's key, not {choices!r}")
-    if answer_is not in ANSWERS:
-        raise ValueError(f"answer_is must be {', '.join(ANSWERS[:-1])} or text, not {answer_is!r}")
+    check_text("choices", choices)
+    check_word("answer_is", answer_is, ANSWERS)
+    check_flag("finished", finished)
 
     def score(response: Response) -> RewardParts:
         options = _options(response.metadata, choices)
@@ -88,7 +93,7 @@ def make(*, choices: str = "choices", answer_is: str = "any", finished: bool = T
         if finished and not response.finished:
             return RewardParts(0.0, NOT_FINISHED)
         text = after_thinking(response.text)
-        stated = _statement(text)
+        stated = _last_line(text, options) or _statement(text)
         if stated is None:
             marked = set(MARKED.findall(text))
             if len(marked) != 1:
@@ -173,6 +178,23 @@ def _by_letter_or_index(plain: str, options: Mapping[str, str], answer_is: str) 
     if answer_is != "letter" and plain.isdecimal() and int(plain) < len(options):
         return list(options)[int(plain)]
     return None
+
+
+def _last_line(text: str, options: Mapping[str, str]) -> str | None:
+    """The last line where it is an option's letter and text, or one of the texts; else None."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or len(lines[-1]) > MOST:
+        return None
+    line, others = lines[-1], lines[:-1]
+    if label := LABELLED.match(line):
+        if STATEMENT.search(line, label.end()) or ANOTHER.search(line, label.end()):
+            return None
+        above = next((found[1] for one in others[::-1] if (found := LABELLED.match(one))), "")
+        return None if above and ord(above) + 1 == ord(label[1]) else line
+    texts = set(options.values()) - {""}
+    if not texts or _text(line) not in texts or others and _text(others[-1]) in texts:
+        return None
+    return line
 
 
 def _statement(text: str) -> str | None:

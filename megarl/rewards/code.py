@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from megarl.rewards import code_runner
 from megarl.rewards.code_tests import Case, UnitTests, read_tests, same_text, same_value
 from megarl.rewards.exact import NOT_FINISHED
+from megarl.rewards.options import check_flag, check_number, check_text, check_whole, check_word
 from megarl.rewards.sandbox import (
     MEMORY,
     MIB,
@@ -33,7 +34,10 @@ from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 PASSED = ""
 PYTHON_TAGS = ("", "python", "python3", "py")
-FENCE = re.compile(r"^([ \t]*)(`{3,})[ \t]*([^\s`]*)[^`]*$")
+FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$")
+DEEPER = 3
+"""Columns by which the line that closes a block may stand deeper than the one that opens it; one
+that stands deeper, as in a docstring, is a line of the program (CommonMark 0.31, section 4.5)."""
 
 KILLED_FOR = {
     code_runner.TIME: "time_limit",
@@ -70,9 +74,10 @@ def make(
       Either `{"style": "stdin", "cases": [{"input": "…", "output": "…"}]}`: the program is a script
       that reads its standard input and writes its standard output; or `{"style": "call",
       "function": "f", "cases": [{"args": […], "kwargs": {…}, "output": …}]}`: the program is
-      imported as `solution` and its function called. An object, or JSON text of one.
-    - `take`: `block`, the last closed block between ``` or ```python and ``` is the program; or
-      `whole`, the response is.
+      imported as `solution` and its function called; where it has none of this name, the method of
+      its class `Solution`, which is made without arguments. An object, or JSON text of one.
+    - `take`: `block`, the last closed block between ```python (or ~~~python) and ``` is the
+      program, without one the last between ``` and ```; or `whole`, the response is.
     - `score`: `all`, 1 when every case is passed and else 0, or `share`, the share that is.
     - `case_seconds`: wall time of a case, without that in which it could run but others had the
       CPUs. A case that does not end in it is failed.
@@ -94,18 +99,20 @@ def make(
     for tests of another form, and `SandboxError` when a sandbox fails, or the machine is too busy
     or out of memory. Waiting that `sandbox_waits.py` does not see counts as the program's time.
     """
-    _check_word("take", take, "block", "whole")
-    _check_word("score", score, "all", "share")
-    _check("case_seconds", case_seconds, 0.01)
-    _check("total_seconds", total_seconds, 0.01)
+    check_text("tests_key", tests_key)
+    check_word("take", take, ("block", "whole"))
+    check_word("score", score, ("all", "share"))
+    check_flag("finished", finished)
+    check_number("case_seconds", case_seconds, 0.01)
+    check_number("total_seconds", total_seconds, 0.01)
     for name, count, least in (
         ("cpu_seconds", cpu_seconds, 1),
         ("memory_mb", memory_mb, 64),
         ("file_mb", file_mb, 1),
         ("processes", processes, 1),
     ):
-        _check(name, count, least, whole=True)
-    _check("tolerance", tolerance, 0)
+        check_whole(name, count, least)
+    check_number("tolerance", tolerance, 0)
     limits = Limits(case_seconds, cpu_seconds, memory_mb, file_mb, processes)
     return _Code(
         find_maker(), limits, total_seconds, tolerance, tests_key, take, score == "share", finished
@@ -147,20 +154,31 @@ class _Code:
 
 
 def last_block(text: str) -> str | None:
-    """The last closed block that is marked as Python or not marked, without its indentation."""
-    found = opened = None
+    """The last closed block that is marked as Python, without one the last that is not marked;
+    without its indentation.
+
+    Fences are ``` or, with a mark, ~~~.
+    """
+    found: dict[bool, str] = {}
+    opened = None
     for line in text.splitlines():
         fence = FENCE.match(line)
         if opened is None:
-            if fence:
+            # A line of tildes alone is more often an ornament.
+            if fence and (fence[2][0] == "`" or fence[3].lower() in PYTHON_TAGS[1:]):
                 opened, lines = fence, []
-        elif fence and not fence[3] and len(fence[2]) >= len(opened[2]):
-            if opened[3].lower() in PYTHON_TAGS:
-                found = "\n".join(lines) + "\n"
+        elif fence and _closes(fence, opened):
+            if (tag := opened[3].lower()) in PYTHON_TAGS:
+                found[bool(tag)] = "\n".join(lines) + "\n"
             opened = None
         else:
             lines.append(line.removeprefix(opened[1]))
-    return found
+    return found.get(True, found.get(False))
+
+
+def _closes(fence: re.Match[str], opened: re.Match[str]) -> bool:
+    deep, start = (len(mark[1].expandtabs(4)) for mark in (fence, opened))
+    return not fence[3] and fence[2].startswith(opened[2]) and deep - start <= DEEPER
 
 
 @dataclass
@@ -280,15 +298,3 @@ def _judge_result(told: bytes, rest: bytes, case: Case, tolerance: float) -> str
     except (ValueError, RecursionError):
         return "no_json"
     return PASSED if same_value(value, case.wanted, tolerance) else "wrong_output"
-
-
-def _check_word(name: str, value: object, *known: str) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be {' or '.join(known)}, not {value!r}")
-
-
-def _check(name: str, value: object, least: float, *, whole: bool = False) -> None:
-    kinds = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name} must be {kind} of at least {least}, not {value!r}")

@@ -247,6 +247,15 @@ def end_script(module, code) -> None:
     os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
 
 
+def find_function(names, function: str):
+    """The program's function, or the method of its class `Solution` that is called so; or None."""
+    if function in names:
+        return names[function]
+    made_by = names.get("Solution")
+    known = isinstance(made_by, type) and hasattr(made_by, function)
+    return getattr(made_by(), function) if known else None
+
+
 def play(program: str, function: str, case, encode) -> None:
     """Run the program as a script, or import it and call the function. Its result goes to file 3.
 
@@ -254,7 +263,7 @@ def play(program: str, function: str, case, encode) -> None:
     """
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     me, key, getpid, leave, send, kind = os.getpid(), case["key"], os.getpid, os._exit, write, type
-    name = "solution" if function else "__main__"
+    find, name = find_function, "solution" if function else "__main__"
     module = kind(sys)(name)
     sys.modules[name] = module
     sys.argv[:] = ["program.py"]
@@ -265,7 +274,7 @@ def play(program: str, function: str, case, encode) -> None:
         exec(compile(program, "program.py", "exec"), module.__dict__)
         if not function:
             end_script(module, 0)
-        called = module.__dict__.get(function)
+        called = find(module.__dict__, function)
         if called is None:
             told = NO_FUNCTION
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from megarl.rewards.options import check_flag, check_word, compiled
 from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 NOT_FINISHED = "not_finished"
@@ -35,11 +36,11 @@ def make(
     A prompt without an answer cannot be scored, nor one whose answer is to be a regular expression
     and is none, or is one that an empty text matches (`ValueError`).
     """
-    if take not in ("first", "last"):
-        raise ValueError(f"take must be first or last, not {take!r}")
-    if answer_is not in ("text", "pattern"):
-        raise ValueError(f"answer_is must be text or pattern, not {answer_is!r}")
-    expression = None if pattern is None else _compile(pattern)
+    check_word("take", take, ("first", "last"))
+    check_flag("finished", finished)
+    check_flag("ignore_case", ignore_case)
+    check_word("answer_is", answer_is, ("text", "pattern"))
+    expression = None if pattern is None else compiled("pattern", pattern, groups=1)
 
     def score(response: Response) -> RewardParts:
         wanted = response.answer.strip()
@@ -61,19 +62,6 @@ def make(
         return RewardParts(float(found == wanted))
 
     return score
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
-    if expression.groups != 1:
-        raise ValueError(
-            f"pattern {pattern!r} has {expression.groups} groups; exactly one must hold the answer "
-            "(write the others as (?:…))"
-        )
-    return expression
 
 
 def _wanted(answer: str, ignore_case: bool) -> re.Pattern[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from megarl.rewards.options import check_flag, check_text, compiled
 from megarl.rewards.scorer import Response, RewardParts, Scorer
 
 TAG_NAME = re.compile(r"[A-Za-z_][\w-]*")
@@ -36,6 +37,9 @@ def make(
     """
     if (pattern is None) == (tags is None):
         raise ValueError("give pattern or tags, one of the two")
+    check_flag("outside", outside)
+    check_flag("filled", filled)
+    check_text("prefix", prefix, empty=True)
     if pattern is not None:
         problem = _by_pattern(pattern)
     else:
@@ -49,16 +53,13 @@ def make(
 
 
 def _by_pattern(pattern: str) -> Callable[[str], str | None]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    expression = compiled("pattern", pattern)
     # A pattern has no words for what is wrong, so the detail stays empty.
     return lambda text: None if expression.fullmatch(text) else ""
 
 
 def _checked(tags: Sequence[str] | None) -> list[str]:
-    names = [] if tags is None or isinstance(tags, str) else list(tags)
+    names = list(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else []
     if not names or len(set(map(str, names))) < len(names):
         raise ValueError(f"tags must be a list of different names, not {tags!r}")
     for name in names:

@@ -13,14 +13,20 @@ from megarl.rewards.answer_text import after_thinking, last_box, last_said
 from megarl.rewards.exact import NOT_FINISHED
 from megarl.rewards.math_text import normal
 from megarl.rewards.math_value import Unreadable, plain_number
+from megarl.rewards.options import check_flag, check_word
 from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 UNREADABLE = "unreadable"
 NUMBER = re.compile(
     r"(?<![\w.])(?:[-+]\s?)?(?:\\text\{\w+\}\s?)?(?:[-+]\s?)?"
     r"(?:\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?(?:\s?/\s?\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})"
+    r"(?:\s?\\(?:cdot|times)\s?10\^\{(?P<power>[-+]?\d{1,3})\})?"
 )
-"""A number in normal spelling, with a sign and money before it."""
+"""A number in normal spelling, with a sign and money before it and a power of ten behind."""
+UNIT_POWER = re.compile(
+    r"(?<=[\d}])(\s?(?:\\text\s?\{\s?)?[A-Za-z][A-Za-z/]{0,20}\s?\}?)\^\{-?[1-9]\}"
+)
+"""A unit behind a number, and its power: `3 m^{2}`."""
 MOST = 200
 """Characters of a statement in which its number is looked for."""
 TAKES = ("stated", "last_number")
@@ -34,13 +40,15 @@ def make(*, take: str = "stated", finished: bool = True) -> Scorer:
       follows the last `answer is` or `Answer:`, and without that the last number of the response.
     - `finished`: a response that was cut off scores 0.
 
-    What is stated must be one number; a sign, money, separators of thousands, a percent sign and
-    words around it are passed over (`$1,234.00 a day` is 1234). Numbers are compared as fractions:
-    72.0 is 72, 1/2 is 0.5, 0.333 is not 1/3. What stands before the last `</think>` is passed over.
-    A statement with no number, or with several, is wrong (`unreadable`).
+    What is stated must be one number; a sign, money, separators of thousands, a percent sign
+    and words around it are passed over (`$1,234.00 a day` is 1234), so is a unit with a power
+    (`3 m^2` is 3). A power of ten belongs to the number: `1e3` and `1 \times 10^3` are 1000.
+    Numbers are compared as fractions: 72.0 is 72, 1/2 is 0.5, 0.333 is not 1/3. What stands
+    before the last `</think>` is passed over. A statement with no number, or with several, is
+    wrong (`unreadable`).
     """
-    if take not in TAKES:
-        raise ValueError(f"take must be {' or '.join(TAKES)}, not {take!r}")
+    check_word("take", take, TAKES)
+    check_flag("finished", finished)
 
     def score(response: Response) -> RewardParts:
         wanted = _gold(response.answer)
@@ -87,12 +95,13 @@ def _gold(answer: str) -> Fraction:
 
 def _numbers(text: str) -> list[Fraction]:
     found = []
-    for match in NUMBER.finditer(normal(text)):
-        plain = re.sub(r"\\text\{\w+\}|[,\s]", "", match[0])
+    for match in NUMBER.finditer(UNIT_POWER.sub(r"\1", normal(text))):
+        before_power = re.split(r"\\(?:cdot|times)", match[0])[0]
+        plain = re.sub(r"\\text\{\w+\}|[,\s]", "", before_power)
         try:
             value = plain_number(plain)
         except Unreadable:
             value = None  # a division by zero is no number
         if value is not None:
-            found.append(value)
+            found.append(value * Fraction(10) ** int(match["power"] or 0))
     return found

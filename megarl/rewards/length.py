@@ -16,6 +16,7 @@ With n tokens in the response (its end token among them):
 
 from __future__ import annotations
 
+from megarl.rewards.options import check_whole
 from megarl.rewards.scorer import Response, Scorer
 
 
@@ -31,10 +32,8 @@ def make(*, max: int | None = None, target: int | None = None, buffer: int) -> S
     if (longest is None) == (target is None):
         raise ValueError("give max or target, one of the two")
     for name, value, least in (("max", longest, 1), ("target", target, 0), ("buffer", buffer, 1)):
-        if value is None and name != "buffer":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number of tokens from {least}, not {value!r}")
+        if value is not None or name == "buffer":
+            check_whole(name, value, least, "whole number of tokens")
     if longest is None:
         return lambda response: 1.0 - min(1.0, abs(len(response.token_ids) - target) / buffer)
     if buffer > longest:

@@ -6,7 +6,6 @@ and units are taken apart before; values are not rounded. See `math_read` and `m
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,8 +14,9 @@ from megarl.rewards.answer_text import after_thinking, last_box, last_line, last
 from megarl.rewards.exact import NOT_FINISHED
 from megarl.rewards.math_compare import Policy, same
 from megarl.rewards.math_read import MOST_READ, Reading, readings
-from megarl.rewards.math_text import normal
+from megarl.rewards.math_text import normal, plain_words
 from megarl.rewards.math_value import MACHINE_FAILURES, Unreadable, plain_number
+from megarl.rewards.options import check_flag, check_number, check_word, compiled
 from megarl.rewards.scorer import NO_ANSWER, Response, RewardParts, Scorer
 
 UNREADABLE = "unreadable"
@@ -29,6 +29,14 @@ TAKES: dict[str, Callable[[str], str | None]] = {
     "last_line": last_line,
     "whole": lambda text: text.strip(),
 }
+LETTERS = "ABCDEFGHIJ"
+LABELLED = re.compile(
+    r"\\text\s?\{\s?\(([A-J])\)\s?(?:\}\s?(?:\\text\s?\{)?|(?=[^}]))(?P<option>.+)"
+    r"|\(([A-J])\)\s(?P<bare>[^-+*/^=<>_,!|&\\].*|\\(?:text|frac|sqrt).*)"
+)
+r"""An option and its letter in a box, as AMC writes them: `\textbf{(C)}\ 12`, `(C) 12`."""
+LABEL = re.compile(r"\([A-J]\)|\b(?:or|and)\s\(?[A-J]\b", re.IGNORECASE)
+"""A second letter behind it."""
 WARM = [
     r"\frac{x^2+\sqrt{3}}{2}-2\pi",
     r"\begin{pmatrix}1\\2\end{pmatrix}",
@@ -61,14 +69,19 @@ def make(
     - `tolerance`: how far, relative to the prompt's answer, a real number may be from it. 0: not at
       all; 0.333 is not 1/3, but 0.5 is 1/2.
 
+    Where the prompt's answer is one letter from A to J, a box may hold an option's text behind its
+    letter in brackets (`\textbf{(C)}\ 12`); the letter counts. Boxes with nothing but `,`, `;`,
+    `and` or `or` between them are one list. `x = 4 = 5` says two things, and is wrong.
     A response that gives several answers wins only where the prompt's answer has as many.
     An answer that cannot be read, or would take long to compare, is wrong (`unreadable`); a
     prompt's answer that cannot be read cannot be scored: a ValueError.
     """
-    _check_choice("take", take, TAKES)
-    _check_choice("percent", percent, ("value", "number"))
-    _check_choice("units", units, ("compare", "ignore"))
-    if not isinstance(tolerance, int | float) or not 0 <= tolerance < 1 or math.isnan(tolerance):
+    check_word("take", take, TAKES)
+    check_flag("finished", finished)
+    check_word("percent", percent, ("value", "number"))
+    check_word("units", units, ("compare", "ignore"))
+    check_number("tolerance", tolerance, 0)
+    if tolerance >= 1:
         raise ValueError(f"tolerance must be a share from 0 to below 1, not {tolerance!r}")
     find = TAKES[take] if pattern is None else _by_pattern(pattern)
     policy = Policy(percent, units, float(tolerance))
@@ -86,6 +99,8 @@ def make(
             text = _spelled(found)
             if not text or text == gold_text:
                 return RewardParts(1.0) if text else RewardParts(0.0, NO_ANSWER)
+            if letter := _label(gold_text, text):
+                return RewardParts(float(letter == plain_words(gold_text)))
             said = readings(text)
             return RewardParts(float(any(same(a, b, policy) for a in gold for b in said)))
         except MACHINE_FAILURES:
@@ -110,6 +125,15 @@ def _gold(answer: str) -> tuple[str, list[Reading]]:
         return text, readings(text)
     except Unreadable as error:
         raise ValueError(f"the prompt's answer {answer[:80]!r} cannot be read: {error}") from error
+
+
+def _label(gold: str, text: str) -> str | None:
+    """The letter of the option that `text` gives, where the prompt's answer is a letter."""
+    letter = plain_words(gold)
+    if len(letter) != 1 or letter not in LETTERS or not (found := LABELLED.fullmatch(text)):
+        return None
+    option = plain_words(found["option"] or found["bare"])
+    return None if LABEL.search(option) else found[1] or found[3]
 
 
 def _check_comparable(answer: str, gold: list[Reading], policy: Policy) -> None:
@@ -137,22 +161,10 @@ def _spelled(text: str) -> str:
 
 
 def _by_pattern(pattern: str) -> Callable[[str], str | None]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
-    if expression.groups != 1:
-        raise ValueError(
-            f"pattern {pattern!r} has {expression.groups} groups; exactly one must hold the answer"
-        )
+    expression = compiled("pattern", pattern, groups=1)
 
     def find(text: str) -> str | None:
         matches = expression.findall(text)
         return matches[-1] if matches else None
 
     return find
-
-
-def _check_choice(name: str, value: object, choices) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(choices)}, not {value!r}")

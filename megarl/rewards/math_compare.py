@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from megarl.rewards.math_equal import constant_ratio, equal, is_small
+from megarl.rewards.math_equal import constant, constant_ratio, equal, is_small
 from megarl.rewards.math_quantity import Quantity, Words
 from megarl.rewards.math_read import Bag, Ratio, Reading, Relation, Row
 from megarl.rewards.math_region import FLIPPED, is_inequality, region, same_region
@@ -15,6 +15,10 @@ from megarl.rewards.math_value import Unreadable, expression, number, times
 
 MOST_NODES = 300
 """Of an equation whose fractions are cleared."""
+
+
+ROUNDED = 0.02
+"""How far, relatively, sides of a chain of `=` may be apart where one of them is a decimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ def same(gold: Reading, answer: Reading, policy: Policy) -> bool:
         return _same_quantity(gold, answer, policy)
     if isinstance(gold, Words) and isinstance(answer, Words):
         return gold.text == answer.text or _reals(gold) == _reals(answer) == "reals"
+    if isinstance(answer, Relation) and not _agrees(answer, policy):
+        return False
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         decided = _same_relations(gold, answer, policy)
         if decided is not None:
@@ -114,6 +120,17 @@ def _same_relations(gold: Reading, answer: Reading, policy: Policy) -> bool | No
     return None
 
 
+def _agrees(relation: Relation, policy: Policy) -> bool:
+    """False for `x = 4 = 5`, which says two things. Only plain numbers are looked at."""
+    value = relation.sides[-1]
+    if not relation.between or not isinstance(value, Quantity) or value.unit:
+        return True
+    if isinstance(value.value, sympy.MatrixBase) or constant(value.value) is None:
+        return True
+    tolerance = max(policy.tolerance, ROUNDED if relation.rounded else 0.0)
+    return all(equal(value.value, side.value, tolerance) for side in relation.between)
+
+
 def _key(name: str) -> str:
     return re.sub(r"[{}\\]|text", "", name)
 
@@ -185,6 +202,7 @@ def _values(reading: Reading, other: Reading) -> Reading:
     )
     if (
         not named
+        or not all(_agrees(item, Policy()) for item in reading.items)
         or isinstance(other, Bag)
         and any(isinstance(one, Relation) for one in other.items)
     ):

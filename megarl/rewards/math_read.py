@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -32,6 +32,8 @@ NAME = re.compile(
     r"|(?:[A-Za-z]{3,} ?){1,5}"
 )
 """What stands left of `=` where the right side is the answer: `x`, `f(x)`, `AB`, `\\text{area}`."""
+PLAIN = re.compile(r"(?:[\d\s.+\-/(){}^]|\\(?:frac|cdot|times|sqrt|pi)(?![a-zA-Z]))+")
+"""A side that is computed from numbers alone."""
 CLOCK = re.compile(
     r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\s*\{)?\s*([ap])?\.?\s*m?\.?\s*\}?", re.I
 )
@@ -60,6 +62,10 @@ class Relation:
     signs: tuple[str, ...]
     name: str = ""
     """The left side's text where it only names what the right side is."""
+    between: tuple[Quantity, ...] = ()
+    """Of `x = 2+3 = 5`, the plain numbers between name and value."""
+    rounded: bool = False
+    """One of them, or the value, is written as a decimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +227,7 @@ def _relation(text: str) -> Reading | None:
         if NAME.fullmatch(texts[-1]) and not NAME.fullmatch(texts[0]) and len(texts) == 2:
             texts.reverse()  # 5 = x
         if NAME.fullmatch(texts[0]):
-            return _named(texts[0], read(texts[-1]))
+            return _chained(_named(texts[0], read(texts[-1])), texts, signs)
         if texts[0].startswith("(") and texts[-1].startswith("("):
             names, values = read(texts[0]), read(texts[-1])
             if isinstance(names, Row) and isinstance(values, Row):
@@ -230,6 +236,24 @@ def _relation(text: str) -> Reading | None:
                 names_text = [part.strip() for part in texts[0][1:-1].split(",")]
                 return Bag(tuple(map(_named, names_text, values.items)), joined="and")
     return Relation(tuple(read(side) for side in texts), tuple(signs))
+
+
+def _chained(named: Reading, texts: list[str], signs: list[str]) -> Reading:
+    """`named` with what stands between its name and its value, where `=` joins all that follows."""
+    if not isinstance(named, Relation) or not isinstance(named.sides[-1], Quantity):
+        return named
+    first = max((at for at, sign in enumerate(signs, 1) if sign != "="), default=1)
+    plain = [text for text in texts[first:-1] if PLAIN.fullmatch(text)]
+    between = []
+    for text in plain:
+        try:
+            side = read(text)
+        except Unreadable:
+            continue
+        if isinstance(side, Quantity):
+            between.append(side)
+    rounded = any("." in text for text in (*plain, texts[-1]))
+    return replace(named, between=tuple(between), rounded=rounded)
 
 
 def _named(name: str, value: Reading) -> Reading:

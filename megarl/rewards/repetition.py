@@ -9,6 +9,7 @@ A response shorter than `n` has no runs, and so no repeats.
 
 from __future__ import annotations
 
+from megarl.rewards.options import check_whole, check_word
 from megarl.rewards.scorer import Response, Scorer
 
 
@@ -20,12 +21,9 @@ def make(*, n: int = 4, of: str = "words", give: str = "penalty") -> Scorer:
       that do not write spaces.
     - `give`: `penalty`, in (-1, 0], or `score`, in (0, 1]; 0 and 1 are without a repeat.
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"n must be a whole number from 1, not {n!r}")
-    if of not in ("words", "tokens"):
-        raise ValueError(f"of must be words or tokens, not {of!r}")
-    if give not in ("penalty", "score"):
-        raise ValueError(f"give must be penalty or score, not {give!r}")
+    check_whole("n", n, 1)
+    check_word("of", of, ("words", "tokens"))
+    check_word("give", give, ("penalty", "score"))
 
     def score(response: Response) -> float:
         units = response.token_ids if of == "tokens" else response.text.lower().split()

@@ -20,6 +20,11 @@ from megarl.rewards.scorer import MOST_SAID, NO_ANSWER, Response, RewardParts, S
 
 FENCE = "```"
 TOO_DEEP = "nested too deeply"
+SHALLOW = 20
+"""Levels of a document that any usable schema can be followed through."""
+TRIVIAL = (None, True, 0, "", [], {}, [0], [""], [[]], [{}], {"a": 0}, {"a": []}, {"a": {}})
+"""Documents that a schema is tried on when it is loaded."""
+ENDLESS = "a $ref of the schema leads back to itself for the same value, without an end"
 
 
 def make(*, schema: Mapping[str, Any] | str) -> Scorer:
@@ -27,7 +32,8 @@ def make(*, schema: Mapping[str, Any] | str) -> Scorer:
 
     Its `$schema` says the draft; without one it is read as draft 2020-12. `format` words are not
     asserted. A `$ref` must lead to a place in the schema itself, or to a published draft: nothing
-    is fetched.
+    is fetched. One that leads back to itself for the same value (`{"$ref": "#"}`) never comes to an
+    end: it is refused, or an error of the response that gets there.
 
     The last block that a line ```json opens counts, to its closing line or to the response's end;
     without such a block the whole response does.
@@ -44,7 +50,10 @@ def make(*, schema: Mapping[str, Any] | str) -> Scorer:
             return RewardParts(0.0, NO_ANSWER)
         try:
             problem = best_match(validator.iter_errors(value))
-        except RecursionError:  # the answer's doing, under a schema that refers to itself
+        except RecursionError as error:
+            if _is_shallow(value):
+                raise ValueError(ENDLESS) from error
+            # The answer's doing, under a schema that refers to itself.
             return RewardParts(0.0, TOO_DEEP)
         if problem is None:
             return RewardParts(1.0)
@@ -77,7 +86,26 @@ def _validator(schema: Mapping[str, Any] | str) -> Validator:
         _follow(resource, registry.resolver_with_root(resource))
     except Unresolvable as error:
         raise ValueError(f"{where} refers to {error.ref}, which it does not hold") from error
-    return draft(schema, registry=REGISTRY)
+    validator = draft(schema, registry=REGISTRY)
+    try:
+        for document in TRIVIAL:
+            validator.is_valid(document)
+    except RecursionError as error:
+        raise ValueError(f"{where}: {ENDLESS}") from error
+    return validator
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether no part of it lies under more than `SHALLOW` lists and objects."""
+    level = [value]
+    for _ in range(SHALLOW):
+        level = [
+            part
+            for whole in level
+            if isinstance(whole, dict | list)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+    return not any(isinstance(part, dict | list) for part in level)
 
 
 def _follow(resource: Resource[Any], resolver: Any) -> None:

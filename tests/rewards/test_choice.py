@@ -151,8 +151,26 @@ def test_a_response_that_was_cut_off_is_wrong_unless_told():
     assert choice.make(finished=False)(cut) == RewardParts(1.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is on the Thames.\n\nLondon", RewardParts(1.0)),
+        ("It is on the Thames.\n**London.**", RewardParts(1.0)),
+        ("It is on the Thames.\n\nParis", RewardParts(0.0)),
+        ("It is on the Thames.\n\nParis or London", RewardParts(0.0, "no_answer")),
+        ("One of these:\nParis\nLondon", RewardParts(0.0, "no_answer")),
+        ("It is on the Thames.\n\nB) London", RewardParts(1.0)),
+        ("It is on the Thames.\n\nB) Paris", RewardParts(0.0, "unreadable")),
+        ("A) Paris\nB) London", RewardParts(0.0, "no_answer")),
+        ("(A) is in France.\n\nB) London, so the answer is A", RewardParts(0.0)),
+    ],
+)
+def test_a_last_line_states_an_option_by_its_text(text, expected):
+    assert SCORE(response(text, choices=CITIES)) == expected
+
+
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="choices must be a row's key"):
+    with pytest.raises(ValueError, match="choices must be a text, not"):
         choice.make(choices="")
     with pytest.raises(ValueError, match="answer_is must be any, letter, index or text, not 'no'"):
         choice.make(answer_is="no")

@@ -325,10 +325,10 @@ def test_in_a_pool_wrong_bad_and_late_are_three_things() -> None:
         ({"score": "some"}, "score must be all or share, not 'some'"),
         ({"case_seconds": 0}, "case_seconds must be a number of at least 0.01, not 0"),
         ({"total_seconds": math.nan}, "total_seconds must be a number"),
-        ({"cpu_seconds": 1.5}, "cpu_seconds must be a whole number of at least 1, not 1.5"),
-        ({"memory_mb": 8}, "memory_mb must be a whole number of at least 64, not 8"),
+        ({"cpu_seconds": 1.5}, "cpu_seconds must be a whole number from 1, not 1.5"),
+        ({"memory_mb": 8}, "memory_mb must be a whole number from 64, not 8"),
         ({"processes": True}, "processes must be a whole number"),
-        ({"file_mb": "1"}, "file_mb must be a whole number of at least 1, not '1'"),
+        ({"file_mb": "1"}, "file_mb must be a whole number from 1, not '1'"),
         ({"tolerance": -1.0}, "tolerance must be a number of at least 0"),
     ],
 )

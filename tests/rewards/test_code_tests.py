@@ -34,6 +34,12 @@ CALL = {"style": "call", "function": "f", "cases": [{"args": [1], "output": 1}]}
         ("```python title=x\r\na\r\n```\r\n", "a\n"),
         ("```python a = 1```", None),
         ("```python\n```", "\n"),
+        ("```python\na\n```\n```\nb\n```", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("~~~py\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("~~~~\n```py\na\n~~~\n```\n", "a\n~~~\n"),
+        ("```py\n    ```\na\n\t```\n   ```\nb", "    ```\na\n\t```\n"),
+        ("    ```py\n    a\n   ```", "a\n"),
     ],
 )
 def test_the_last_block_is_the_program(text: str, block: str | None) -> None:

@@ -21,6 +21,7 @@ PERSON = {
     "additionalProperties": False,
 }
 TREE = {"type": "array", "items": {"$ref": "#"}}
+ENDLESS = {"$defs": {"a": {"$ref": "#/$defs/a"}}}
 
 
 def response(text: str, answer: str = "", tokens: int = 0) -> Response:
@@ -144,6 +145,13 @@ def test_a_schema_may_be_a_file_and_may_refer_to_itself(tmp_path):
     )  # deep, but JSON: scored, not failed
 
 
+def test_a_schema_without_an_end_that_a_response_finds_is_no_0():
+    scorer = schema.make(schema={"properties": {"name": {"$ref": "#/$defs/a"}}} | ENDLESS)
+    assert scorer(response('{"age": 3}')).total == 1.0
+    with pytest.raises(ValueError, match="leads back to itself"):
+        scorer(response('{"name": "Ada"}'))
+
+
 def test_many_open_blocks_take_linear_time():
     text = "```json\n" * 50_000
     started = time.perf_counter()
@@ -218,6 +226,9 @@ def test_repeats_are_counted_over_tokens_where_told():
             {"schema": {"$ref": "http://localhost:1/schema.json"}},
             "refers to http://localhost:1/schema.json, which it does not hold",
         ),
+        (schema.make, {"schema": {"$ref": "#"}}, r"schema: a \$ref of the schema leads back"),
+        (schema.make, {"schema": {"allOf": [{"$ref": "#"}]}}, "leads back to itself"),
+        (schema.make, {"schema": {"items": {"$ref": "#/$defs/a"}} | ENDLESS}, "leads back to"),
         (length.make, {"buffer": 5}, "give max or target"),
         (length.make, {"max": 5, "target": 5, "buffer": 5}, "give max or target"),
         (length.make, {"max": 5, "buffer": 6}, r"buffer \(6\) is more than max \(5\)"),
