@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +18,8 @@ from megarl.contracts.samples import SamplingContract
 from megarl.contracts.tokens import Tokens
 from megarl.data.curriculum import Curriculum
 from megarl.data.cursor import PromptCursor
-from megarl.data.overlap import overlap_of
 from megarl.data.prompts import PromptSet
-from megarl.data.reward_names import check_only, check_probes, check_rewards
+from megarl.data.sets import read_sets
 from megarl.evaluation.held_out import first_of_each_source
 from megarl.experience.tokenizer import keep_tokenizer
 from megarl.models.critic_spec import critic_spec
@@ -183,23 +182,8 @@ def _load(recipe: Recipe, console: Console | None) -> Inputs:
         if console is not None:
             console.progress(f"load data: {rows:,} rows, in {path}")
 
-    section = recipe.data
-    tokens = Tokens.load(Path(recipe.model.path))
-    train = PromptSet.load(section.training, tokens, section, progress=progress)
-    check_rewards(train, recipe.reward)
-    held_out = None
-    if section.eval is not None:
-        held_out = PromptSet.load(section.held_out, tokens, section, progress=progress)
-        check_rewards(held_out, recipe.reward, held_out=True)
-        check_probes(held_out, recipe.eval.probes)
-        overlap = overlap_of(train, held_out, section.overlap_words)
-        overlap.check(section)
-        held_out = replace(held_out, overlap=overlap)
-    check_only(train, held_out, recipe.reward.scorers)
-    curriculum = Curriculum.of(section.curriculum)
-    wanted = recipe.rollout.prompts_per_iteration
-    cursor = PromptCursor(train, recipe.seed, wanted, curriculum)
-    return Inputs(tokens, train, held_out, curriculum, cursor)
+    sets = read_sets(recipe, progress)
+    return Inputs(sets.tokens, sets.train, sets.held_out, sets.curriculum, sets.cursor)
 
 
 def sampling_of(recipe: Recipe, tokens: Tokens) -> SamplingContract:

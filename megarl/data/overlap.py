@@ -17,7 +17,6 @@ and long "words": there the n-gram count sees little but whole prompts.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -27,6 +26,7 @@ import numpy as np
 
 from megarl.data.prompts import PromptSet
 from megarl.data.refusals import PromptError
+from megarl.data.renderings import normal
 
 EXAMPLES = 3
 _BLOCK = 512
@@ -122,12 +122,6 @@ def overlap_of(train: PromptSet, held_out: PromptSet, words: int) -> Overlap:
         examples=tuple(Pair(_named(held_out, row), _named(train, pairs[row])) for row in first),
         words=words,
     )
-
-
-def normal(text: str) -> str:
-    """What two texts have in common that differ in form, case or white space only."""
-    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
-    return " ".join(folded.split())
 
 
 def _named(prompts: PromptSet, row: int) -> str:

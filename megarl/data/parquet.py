@@ -138,9 +138,7 @@ def _check_columns(path: Path, schema: pa.Schema, source: SourceSection) -> None
             continue
         kind = _type_at(schema, name)
         if kind is None:
-            shown = ", ".join(names[:_SHOWN_COLUMNS])
-            more = f" and {len(names) - _SHOWN_COLUMNS} more" * (len(names) > _SHOWN_COLUMNS)
-            raise PromptError(f'{path}: no column "{name}" ({key}); columns are {shown}{more}')
+            raise PromptError(f'{path}: no column "{name}" ({key}); {_there(schema, name)}')
         if not (_is_text(kind) or (key == "prompt_key" and _is_messages(kind))):
             raise PromptError(
                 f'{path}: column "{name}" ({key}) is {kind}, which is not {role}{_advice(kind)}'
@@ -181,6 +179,25 @@ def _type_at(schema: pa.Schema, key: str) -> pa.DataType | None:
             return None
         fields = {field.name: field.type for field in fields[head].fields}
     return fields[rest]
+
+
+def _there(schema: pa.Schema, key: str) -> str:
+    """The columns that there are or, where `key` leads into one, its fields."""
+    import pyarrow as pa
+
+    names, path, rest = schema.names, "", key
+    fields = {column.name: column.type for column in schema}
+    head, dot, rest = rest.partition(".")
+    while dot and head in fields:
+        path = f"{path}.{head}" if path else head
+        if not pa.types.is_struct(fields[head]):
+            return f'"{path}" is {fields[head]}, which has no fields'
+        fields = {field.name: field.type for field in fields[head].fields}
+        names = list(fields)
+        head, dot, rest = rest.partition(".")
+    shown = ", ".join(names[:_SHOWN_COLUMNS])
+    more = f" and {len(names) - _SHOWN_COLUMNS} more" * (len(names) > _SHOWN_COLUMNS)
+    return f"{f'fields of {path}' if path else 'columns'} are {shown}{more}"
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from megarl.contracts.template import NONE, Template
 from megarl.contracts.tokens import Tokens
 from megarl.data.readers import read_rows
 from megarl.data.refusals import KEPT, PromptError, Refusal, Refused, Tally
+from megarl.data.renderings import Alike, Written, alike
 from megarl.data.rows import MANY_NAMES, Checked, RowChecks, checked_row
 from megarl.recipe.data import SourceSection
 
@@ -62,7 +63,8 @@ class PromptSet:
     """int64 [rows], line or table row in its file, from 1."""
     files: tuple[str, ...] = ()
     """Path of each source."""
-    refused_of_source: tuple[int, ...] = ()
+    tallies: tuple[Tally, ...] = ()
+    """Of each source, what is refused and why."""
     named: tuple[bool, ...] = ()
     """Of each source, whether the recipe or its rows name their rewards."""
     user_texts: tuple[str, ...] = ()
@@ -70,6 +72,8 @@ class PromptSet:
     template_hash: str = ""
     overlap: Overlap | None = None
     """Of held-out prompts, with those to train on."""
+    written: Written = field(default_factory=Written)
+    alike: Alike = Alike()
 
     def __post_init__(self) -> None:
         count = len(self.rows)
@@ -95,8 +99,9 @@ class PromptSet:
         """Read and check every row of `sources`, filled; `section` is the recipe's `data`.
 
         Raises `PromptError` for a file that cannot be read as rows, for a source without a usable
-        row, and where the refused share of a source exceeds `section.max_refused_share`, naming
-        the first rows and the count per kind; `TokensError` for a template that cannot be used.
+        row, where the refused share of a source exceeds `section.max_refused_share`, naming the
+        first rows and the count per kind, and for a template that makes the same ids of all rows,
+        whatever their text; `TokensError` for a template that cannot be used.
         """
         template = tokens.template(section.template)
         weights = _weights(sources, template)
@@ -123,7 +128,10 @@ class PromptSet:
 
     def facts(self) -> dict[str, Any]:
         """What `data.json` says of the set; plain JSON."""
-        refused = dict(zip(self.sources, self.refused_of_source, strict=False))
+        refused = {
+            name: tally.kinds.total()
+            for name, tally in zip(self.sources, self.tallies, strict=False)
+        }
         sources = {
             name: {"rows": rows, "refused": refused.get(name, 0)}
             for name, rows in self.counts.items()
@@ -142,25 +150,26 @@ class PromptSet:
         }
         return facts if self.overlap is None else facts | {"overlap": self.overlap.facts()}
 
-    def notes(self) -> list[str]:
-        """What a person should hear of the set, a line each."""
+    def notes(self, *, refused: bool = True) -> list[str]:
+        """What a person should hear of the set, a line each; of `refused` rows too, or not."""
         told = []
-        count = sum(self.refused.values())
-        if count:
+        count, files = sum(self.refused.values()), ", ".join(self.files)
+        if count and refused:
             first = self.refusals[0]
             told.append(
-                f"{count} rows of {', '.join(self.files)} refused, see data.json; "
-                f"first {first.where}: {first.why}"
+                f"{count} rows of {files} refused, see data.json; first {first.where}: {first.why}"
             )
         if self.duplicates:
             told.append(
-                f"{self.duplicates} of {len(self)} prompts of {', '.join(self.files)} have the "
+                f"{self.duplicates} of {len(self)} prompts of {files} have the "
                 "text of an earlier one; each is a prompt of its own"
             )
+        told += self.written.notes(len(self), files, self.place)
+        told += self.alike.notes(len(self), files, self.place)
         names = len({row.source for row in self.rows})
         if names > MANY_NAMES:
             told.append(
-                f"rows of {', '.join(self.files)} are from {names} sources (data.source_key); each "
+                f"rows of {files} are from {names} sources (data.source_key); each "
                 f"kind of metric by source has {names} names"
             )
         return told if self.overlap is None else [*told, *self.overlap.notes()]
@@ -207,6 +216,7 @@ class _Loading:
         self._numbers: list[int] = []
         self._refusals: list[Refusal] = []
         self._tallies: list[Tally] = []
+        self._written = Written()
         self._hasher = blake3()
         # One object for each id: a row's ids then cost 8 bytes each, not 36.
         self._ids = list(range(tokens.vocab_size))
@@ -255,6 +265,7 @@ class _Loading:
                     self._refusals.append(refusal)
                 continue
             tally.kept += 1
+            self._written.add(len(self._rows), row.own_system, row.special)
             self._rows.append(prompt)
             self._user_texts.append(row.user_text)
             self._sources.append(index)
@@ -284,7 +295,7 @@ class _Loading:
             ]
             self._hasher.update(canonical_json({"weights": told}).encode() + b"\n")
         kinds = sum((tally.kinds for tally in self._tallies), Counter())
-        return PromptSet(
+        found = PromptSet(
             rows=tuple(self._rows),
             refusals=tuple(self._refusals),
             refused=dict(kinds),
@@ -294,11 +305,16 @@ class _Loading:
             source_of_row=np.array(self._sources, np.int32),
             number_of_row=np.array(self._numbers, np.int64),
             files=tuple(source.path for source in sources),
-            refused_of_source=tuple(tally.kinds.total() for tally in self._tallies),
+            tallies=tuple(self._tallies),
             named=tuple(bool(source.reward or source.reward_key) for source in sources),
             user_texts=tuple(self._user_texts),
             template_hash=self._template.hash,
+            written=self._written,
         )
+        same = alike(
+            found.rows, found.user_texts, found.source_of_row, found.place, self._template.name
+        )
+        return replace(found, alike=same)
 
 
 def _fingerprint_line(prompt: Prompt) -> bytes:

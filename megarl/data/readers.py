@@ -50,14 +50,19 @@ def read_rows(source: SourceSection, max_bytes: int) -> Iterator[Row]:
                 yield number, line
     except EOFError:
         raise PromptError(
-            f"{path}: cut off after line {number}: its {kind} stream has no end; copy it again"
+            f"{path}: cut off {_after(number)}: its {kind} stream has no end; copy it again"
         ) from None
     except _Damaged as error:
         raise PromptError(
-            f"{path}: damaged after line {number}: {kind}: {error}; copy it again"
+            f"{path}: damaged {_after(number)}: {kind}: {error}; copy it again"
         ) from error
     except OSError as error:
-        raise PromptError(f"{path}: cannot be read after line {number}: {error}") from error
+        raise PromptError(f"{path}: cannot be read {_after(number)}: {error}") from error
+
+
+def _after(number: int) -> str:
+    """Where the reading of lines ended: `number` is the last that was whole."""
+    return f"after line {number}" if number else "before its first line ended"
 
 
 def _lines(stream: BinaryIO, max_bytes: int) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from megarl.contracts.template import Template
 from megarl.contracts.tokens import Tokens, TokensError, check_messages
 from megarl.data.readers import too_large
 from megarl.data.refusals import PromptError, Refused
+from megarl.data.renderings import special_tokens
 from megarl.recipe.data import SourceSection
 
 _SHOWN_KEYS = 20
@@ -43,6 +44,10 @@ class Checked:
     reward: str
     place: str
     """`file:line`."""
+    own_system: bool
+    """It begins with a system message, which stands in place of the source's system prompt."""
+    special: str
+    """The first special token that is written in its text; empty: none is."""
 
 
 class RowChecks:
@@ -63,6 +68,7 @@ class RowChecks:
         self._section, self._seen, self._names = section, seen, names
         keys = (source.prompt_key, source.answer_key, source.source_key, source.reward_key)
         self._own = [ID_KEY, *(key for key in keys if key is not None)]
+        self._special = special_tokens(tokens)
 
     def check(self, number: int, row: dict[str, Any]) -> Checked:
         """Raises `Refused`. `row` has passed `check_json`."""
@@ -91,6 +97,8 @@ class RowChecks:
             metadata=without(row, self._own),
             reward=reward,
             place=f"{source.path}:{number}",
+            own_system=source.system_prompt is not None and begins_with_system(prompt),
+            special=self._special(prompt),
         )
 
     def prompt(self, checked: Checked, token_ids: tuple[int, ...]) -> Prompt:
@@ -187,7 +195,7 @@ def checked_row(raw: bytes | dict[str, Any] | Refused, max_bytes: int) -> dict[s
 def parse_line(line: bytes) -> dict[str, Any]:
     """The JSON object of a line. Raises `Refused`."""
     try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+        row = _DECODER.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise Refused("not_utf8", f"byte {error.start} is not UTF-8") from error
     except ValueError as error:
@@ -201,6 +209,19 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Python alone would take the last of two values of one key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused("malformed_json", f"an object has the key {twice!r:.80} twice; keep one")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_each_once)
 
 
 def check_json(row: dict[str, Any]) -> int:
@@ -256,12 +277,26 @@ def required(row: dict[str, Any], key: str, kind: str) -> Any:
     """The value at `key`. Raises `Refused` where it is missing or null."""
     value = look_up(row, key, _ABSENT)
     if value is _ABSENT:
-        names = sorted(row)
+        holder, inside = deepest(row, key)
+        names = sorted(holder)
         shown = ", ".join(names[:_SHOWN_KEYS]) + " …" * (len(names) > _SHOWN_KEYS)
-        raise Refused(f"missing_{kind}", f'no "{key}"; keys are {shown or "none"}')
+        whose = f"keys of {inside}" if inside else "keys"
+        raise Refused(f"missing_{kind}", f'no "{key}"; {whose} are {shown or "none"}')
     if value is None:
         raise Refused(f"null_{kind}", f'"{key}" is null')
     return value
+
+
+def deepest(row: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The object in which `look_up` looks for the last part of `key`, and the key that led there;
+    of the parts that are missing the first is meant."""
+    path: list[str] = []
+    head, dot, rest = key.partition(".")
+    while dot and isinstance(row.get(head), dict):
+        row = row[head]
+        path.append(head)
+        head, dot, rest = rest.partition(".")
+    return row, ".".join(path)
 
 
 def without(row: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -279,6 +314,11 @@ def without(row: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
             else:
                 del rest[head]
     return rest
+
+
+def begins_with_system(prompt: Any) -> bool:
+    """Whether a prompt is messages of which the first is the system's."""
+    return not isinstance(prompt, str) and prompt[0]["role"] == "system"
 
 
 def said_by_user(prompt: Any) -> tuple[str, str]:

@@ -69,7 +69,11 @@ class DataSection(Section):
         description="Chat template: `model` (the model folder's own), `none` (plain text), or the "
         "path of a Jinja file.",
     )
-    system_prompt: str | None = Field(None, description="System message put before each prompt.")
+    system_prompt: str | None = Field(
+        None,
+        description="System message put before each prompt; a row that begins with one of its own "
+        "keeps that instead.",
+    )
     max_prompt_tokens: Positive = Field(
         description="Longest prompt, in tokens after the template; longer rows are refused."
     )

@@ -131,10 +131,15 @@ def columns(**changed: Any) -> dict[str, Any]:
 MISSING = r'no column "answer" \(answer_key\); columns are prompt, solution'
 TYPES: dict[str, tuple[dict, dict, str]] = {
     "missing": ({"prompt": ["a"], "solution": ["1"]}, {}, MISSING),
+    "missing in a text": (
+        columns(),
+        {"answer_key": "answer.b"},
+        r'no column "answer.b" \(answer_key\); "answer" is string, which has no fields',
+    ),
     "missing inside": (
         columns(inner=[{"a": "1"}]),
         {"answer_key": "inner.b"},
-        r'no column "inner.b" \(answer_key\); columns are prompt, answer, inner',
+        r'no column "inner.b" \(answer_key\); fields of inner are a$',
     ),
     "int answer": (
         columns(answer=[1]),

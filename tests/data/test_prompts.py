@@ -60,6 +60,8 @@ def test_the_source_is_the_files_name_unless_a_key_says_otherwise(tokens, tmp_pa
     ("line", "kind", "why"),
     [
         ('{"prompt": "x", ', "malformed_json", "not JSON"),
+        ('{"prompt": "x", "answer": "2", "answer": "3"}', "malformed_json", "'answer' twice"),
+        ('{"prompt": "x", "answer": "2", "m": [{"k": 1, "k": 1}]}', "malformed_json", "'k' twice"),
         ("[1, 2]", "malformed_json", "must be a JSON object, not list"),
         ('{"prompt": "x", "answer": "1", "n": NaN}', "malformed_json", "NaN is no JSON number"),
         ('{"prompt": "x", "answer": "1", "n": 1e999}', "malformed_json", "beyond floats"),
@@ -116,17 +118,31 @@ def test_too_large_a_refused_share_stops_and_names_the_first_rows(tokens, tmp_pa
         load(path, tokens, max_refused_share=0.34)
     message = str(caught.value)
     assert "7 of 20 rows refused (empty_answer 6, empty_prompt 1)" in message
-    assert f"{path}:1" in message and f"{path}:5" in message and "and 2 more" in message
-    assert f"{path}:6" not in message and "\n" not in message
+    assert message.endswith(
+        f'{path}:1, 2, 3, 4, 5 and 1 more: "answer" is empty; {path}:7: "prompt" is empty'
+    )
+    assert "data.max_refused_share is 0.34" in message and "\n" not in message
 
 
 def test_a_file_without_usable_rows_stops(tokens, tmp_path):
     with pytest.raises(PromptError, match="holds no rows"):
         load(write(tmp_path / "empty.jsonl", ""), tokens)
-    with pytest.raises(PromptError, match="1 of 1 rows refused"):
-        load(write(tmp_path / "bad.jsonl", "{}"), tokens)
+    with pytest.raises(PromptError, match="1 of 1 rows refused") as caught:
+        load(write(tmp_path / "bad.jsonl", "{}"), tokens, max_refused_share=1.0)
+    assert "(missing_prompt 1): no usable row is left: " in str(caught.value)
+    assert 'bad.jsonl:1: no "prompt"; keys are none' in str(caught.value)
+    assert "max_refused_share" not in str(caught.value)
     with pytest.raises(PromptError, match="does not exist; set data.train"):
         load(tmp_path / "nowhere.jsonl", tokens)
+
+
+def test_of_many_reasons_the_first_are_told_each_once(tokens, tmp_path):
+    rows = [{"prompt": "y" * n, "answer": "1"} for n in (30, 31, 32, 33, 34, 35, 36, 30)]
+    with pytest.raises(PromptError) as caught:
+        load(write(tmp_path / "rows.jsonl", *rows), tokens)
+    told = str(caught.value)
+    assert "rows.jsonl:1, 8: prompt of 31 tokens" in told and told.count("31 tokens") == 1
+    assert "rows.jsonl:5: prompt of 35" in told and told.endswith("; and 2 more")
 
 
 def test_a_folder_without_a_template_is_no_fault_of_the_rows(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.contracts.tokens import Tokens
 from megarl.data.refusals import Refused
-from megarl.data.rows import RowChecks, checked_row, look_up, said_by_user, without
+from megarl.data.rows import RowChecks, checked_row, look_up, required, said_by_user, without
 from megarl.recipe.data import DataSection
 from tests.contracts.tokenizer_folders import character_folder
 
@@ -164,3 +164,17 @@ def test_what_the_user_said_is_in_all_the_users_messages():
     assert said_by_user("text") == ("text", "text")
     tool = [*messages[:3], {"role": "tool", "content": "7"}]
     assert said_by_user(tool) == ("7", "one\n7")
+
+
+def test_of_a_wrong_key_inside_the_keys_there_are_told():
+    row = {"a": {"b": {"c": "1"}, "d": 2}, "answer": "1"}
+    for key, there in (
+        ("a.b.x", "keys of a.b are c"),
+        ("a.x.y", "keys of a are b, d"),
+        ("a.d.x", "keys of a are b, d"),
+        ("x.b", "keys are a, answer"),
+        ("answer.x", "keys are a, answer"),
+    ):
+        with pytest.raises(Refused) as caught:
+            required(row, key, "answer")
+        assert caught.value.why == f'no "{key}"; {there}'
