@@ -85,7 +85,7 @@ def _assemble(
     inputs = load_inputs(recipe, console, world)
     pool, probes = _scoring(stack, recipe, world, inputs, learns)
     contracts = contracts_of(recipe, spec, inputs, pool)
-    start = take_up(recipe, world, resume, contracts, console)
+    start = take_up(recipe, world, resume, contracts, console, inputs.facts)
     transitions = (TRANSITIONS if start is None else RESUMED) if learns else COLLECTING
     desk = stack.enter_context(desk_of(recipe, world, failure, console, transitions))
     inputs.write_facts(world, desk.folder)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from typing import TypeVar
 
 from megarl.algorithms.registry import code_hashes
@@ -71,9 +72,13 @@ class Inputs:
             return
         keep_tokenizer(self.tokens, folder)
         write_environment(folder / "environment.json", hosts)
+        body = json.dumps(self.facts(), indent=1) + "\n"
+        (folder / DATA_FILE).write_text(body, encoding="utf-8")
+
+    def facts(self) -> dict[str, Any]:
+        """What `data.json` says."""
         held_out = self.held_out.facts() if self.held_out else None
-        facts = self.train.facts() | {"held_out": held_out}
-        (folder / DATA_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        return self.train.facts() | {"held_out": held_out}
 
 
 def load_inputs(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,11 +80,27 @@ def run_rank(read: Callable[[], Launch]) -> int:
         fail(f"{error}; resume.from another checkpoint, or run.overwrite=true starts anew")
         return 2
     rank = int(os.environ.get("RANK", "0"))
-    with captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal:
-        code = _run(launch, resume, terminal)
+    with (
+        _settled(recipe, lock),
+        captured(recipe.run_folder / "logs" / f"rank_{rank}.log", rank) as terminal,
+    ):
+        code = _run(launch, resume, terminal, lock)
     if lock is not None:
         lock.release()
     return code
+
+
+@contextmanager
+def _settled(recipe: Recipe, lock: FileLock | None) -> Iterator[None]:
+    """A launch that ends in here before it had weights has replaced no earlier run. Does something
+    on the rank that has claimed the folder, which `lock` is given of."""
+    from megarl.run_folder import settle
+
+    try:
+        yield
+    finally:
+        if lock is not None:
+            settle(recipe.run_folder)
 
 
 def check_inputs(launch: Launch, *, started: bool = True) -> None:
@@ -241,7 +258,7 @@ def _platform(recipe: Recipe) -> Platform:
     return platform
 
 
-def _run(launch: Launch, resume: Resume | None, terminal: Terminal) -> int:
+def _run(launch: Launch, resume: Resume | None, terminal: Terminal, lock: FileLock | None) -> int:
     recipe = launch.recipe
     platform = _platform(recipe)
     refusal = platform.refusal()
@@ -267,13 +284,16 @@ def _run(launch: Launch, resume: Resume | None, terminal: Terminal) -> int:
     patience = _patience(recipe)
     with process_group(platform.backend, patience):
         world = World(mesh_of(recipe), device, patience, board)
-        with Watchdog(
-            board,
-            _get_default_store(),
-            world.rank,
-            world.size,
-            lambda stage: limits.get(stage, recipe.world.timeout_seconds),
-            failure.stuck,
+        with (
+            Watchdog(
+                board,
+                _get_default_store(),
+                world.rank,
+                world.size,
+                lambda stage: limits.get(stage, recipe.world.timeout_seconds),
+                failure.stuck,
+            ),
+            _settled(recipe, lock),  # before other ranks are gone, and torchrun ends this one
         ):
             code = work(world, failure)
     failure.leave_signals()

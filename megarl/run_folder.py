@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -10,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from megarl.checkpoint.begin import write_recipe
 from megarl.checkpoint.resume import Resume, decide
+from megarl.experience.columns import UNFINISHED, sync_folder, write_whole
 from megarl.observe.environment import ENVIRONMENT_FILE
 from megarl.observe.metrics import TENSORBOARD_FOLDER
 from megarl.observe.runfolder import (
@@ -23,8 +28,19 @@ from megarl.observe.runfolder import (
 from megarl.recipe import Recipe, RecipeError, load_recipe
 
 LOGS = "logs"
-START_FILES = frozenset({RECIPE_FILE, ENVIRONMENT_FILE, DATA_FILE, TIMELINE_FILE})
-START_FOLDERS = frozenset({LOGS, TOKENIZER_FOLDER, TENSORBOARD_FOLDER})
+REPLACES = ".replaces"
+"""Holds the name of the folder beside, where the run lies that this one replaces once it begins."""
+MOVING = ".moving"
+"""As `REPLACES`, while entries are moved either way: all of them belong into the run's folder."""
+START_FILES = frozenset(
+    {
+        *(RECIPE_FILE, RECIPE_FILE + UNFINISHED, ENVIRONMENT_FILE, DATA_FILE, TIMELINE_FILE),
+        REPLACES,
+    }
+)
+START_FOLDERS = frozenset(
+    {LOGS, TOKENIZER_FOLDER, TOKENIZER_FOLDER + UNFINISHED, TENSORBOARD_FOLDER}
+)
 """What a run writes before it has weights, besides files and folders that are still empty."""
 
 
@@ -49,7 +65,7 @@ def claim_folder(
 
     The lock is the process's for as long as it is kept; the system frees it when the process ends,
     however it ends. With `run.overwrite` an earlier run is set aside as `<name>.replaced-<n>`, for
-    inputs may still turn out bad after this; the stored recipe does not overwrite again.
+    good once this one has weights (`settle`); the stored recipe does not overwrite again.
     A run that ended before it had weights keeps its name no more than its logs.
     `again`: the folder is a replay's, which computes nothing new; an earlier replay there goes.
     `may_resume`: a run that lies there is gone on with as the recipe's `resume` says; the folder
@@ -66,14 +82,58 @@ def claim_folder(
         raise RecipeError(
             f"{folder} belongs to a run that is going on; set run.name=…, or wait for its end"
         ) from None
+    _undo_moves(folder)
+    settle(folder)
     if (again and (folder / REPLAY_FILE).exists()) or _never_began(folder):
         _clear(folder)
     if (folder / RECIPE_FILE).exists() and recipe.run.overwrite:
         _set_aside(folder)
+    try:
+        return lock, _taken(recipe, folder, again, may_resume)
+    except Exception:
+        settle(folder)
+        raise
+
+
+def settle(folder: Path) -> None:
+    """Rank 0's, with the lock held and none of the folder's files but logs open: where the run of
+    this launch came to weights, what it replaced stays aside; where it did not, that is put back.
+
+    Where it was killed before this, the next claim does it. A crash in here loses nothing.
+    """
+    if not (folder / REPLACES).exists():
+        return
+    if not all(map(_is_of_the_start, folder.iterdir())):
+        (folder / REPLACES).unlink()
+        return
+    with _undisturbed():
+        _clear(folder)
+        (folder / REPLACES).rename(folder / MOVING)
+        sync_folder(folder)
+        _undo_moves(folder)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """torchrun ends the other ranks as soon as one has failed: a few renames come first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _taken(recipe: Recipe, folder: Path, again: bool, may_resume: bool) -> Resume | None:
+    """Of a folder that is this run's: where it goes on, or None with the recipe written into it."""
     if may_resume:
         resume = decide(recipe, folder)
         if resume is not None:
-            return lock, resume
+            return resume
     elif (folder / RECIPE_FILE).exists():
         state = "a finished run" if (folder / FINISHED_FILE).exists() else "an unfinished run"
         raise RecipeError(
@@ -82,7 +142,7 @@ def claim_folder(
     write_recipe(recipe, folder)
     if again:
         (folder / REPLAY_FILE).touch()
-    return lock, None
+    return None
 
 
 def _never_began(folder: Path) -> bool:
@@ -107,19 +167,46 @@ def _is_of_the_start(entry: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the logs, which other ranks may be writing already."""
-    for entry in list(folder.iterdir()):
-        if entry.is_dir() and entry.name != LOGS:
+    """Remove all that `_entries` gives."""
+    for entry in _entries(folder):
+        if entry.is_dir():
             shutil.rmtree(entry)
-        elif not entry.is_dir():
+        else:
             entry.unlink()
 
 
 def _set_aside(folder: Path) -> None:
-    """Move all but the logs, which other ranks may be writing already."""
+    """Move all that `_entries` gives. A crash before the end of it is made undone."""
     names = (folder.with_name(f"{folder.name}.replaced-{n}") for n in count(1))
     aside = next(name for name in names if not name.exists())
     aside.mkdir()
-    for entry in list(folder.iterdir()):
-        if entry.name != LOGS:
-            entry.rename(aside / entry.name)
+    write_whole(folder / MOVING, aside.name.encode())
+    sync_folder(folder)
+    for entry in _entries(folder):
+        entry.rename(aside / entry.name)
+    sync_folder(aside)
+    (folder / MOVING).rename(folder / REPLACES)
+    sync_folder(folder)
+
+
+def _undo_moves(folder: Path) -> None:
+    """Bring back what lies aside, where `MOVING` says so."""
+    marker = folder / MOVING
+    (folder / (MOVING + UNFINISHED)).unlink(missing_ok=True)
+    if not marker.exists():
+        return
+    aside = folder.with_name(marker.read_text(encoding="utf-8"))
+    if aside.is_dir():
+        for entry in list(aside.iterdir()):
+            if not (folder / entry.name).exists():
+                entry.rename(folder / entry.name)
+        if not any(aside.iterdir()):
+            aside.rmdir()
+    sync_folder(folder)
+    marker.unlink()
+
+
+def _entries(folder: Path) -> list[Path]:
+    """All but the logs, which other ranks may be writing already, and marks of what is moved."""
+    kept = (LOGS, REPLACES, MOVING)
+    return [entry for entry in folder.iterdir() if entry.name not in kept]

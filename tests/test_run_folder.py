@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl import run_folder
+from megarl.checkpoint.commit import NoCheckpoint
 from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.run_folder import claim_folder, make_folder
+from megarl.run_folder import claim_folder, make_folder, settle
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
 
@@ -19,6 +25,10 @@ def _recipe(folder: Path, *more: str) -> Recipe:
 def _trained(run: Path) -> None:
     """What a run with weights leaves at least."""
     (run / "journal.jsonl").write_text('{"state": "ACTOR_COMMITTED"}\n')
+
+
+def _names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
 
 
 def _finished_run(folder: Path) -> Path:
@@ -35,8 +45,9 @@ def test_an_overwritten_run_is_set_aside_whole(tmp_path: Path) -> None:
     for n in (1, 2):
         claim_folder(_recipe(tmp_path, "run.overwrite=true"))[0].release()
         assert (tmp_path / f"mine.replaced-{n}" / "recipe.yaml").exists()
-        assert {entry.name for entry in run.iterdir()} == {"recipe.yaml", "logs"}
         _trained(run)
+        settle(run)
+        assert _names(run) == {"recipe.yaml", "logs", "journal.jsonl"}
     aside = tmp_path / "mine.replaced-1"
     assert (aside / "hf" / "model.safetensors").read_text() == "weights"
     assert (aside / "finished.json").exists()
@@ -125,3 +136,112 @@ def test_a_recipe_written_by_hand_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match="holds an unfinished run; set run.name"):
             claim_folder(_recipe(tmp_path), may_resume=may_resume)
     assert mine.read_text() == QUICKSTART.read_text()
+
+
+class Killed(BaseException):
+    """The process is gone: nothing catches it."""
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many changes of files are left to a process until it is killed."""
+    left = [10**6]
+
+    def counted(of: Any, name: str) -> None:
+        real = getattr(of, name)
+
+        def change(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(of, name, change)
+
+    for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "write_text"):
+        counted(Path, name)
+    counted(shutil, "rmtree")
+    counted(run_folder, "write_whole")
+    yield left
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims take a recipe that a run stored for what it is: reading one takes most of the time."""
+    monkeypatch.setattr(run_folder, "_is_stored", lambda path: path.exists())
+
+
+def _earlier(run: Path, recipe: str) -> None:
+    """The earlier run lies there, whole, and nothing of it beside."""
+    assert _names(run) - {"logs"} == {
+        *("recipe.yaml", "journal.jsonl", "finished.json", "hf", "checkpoints")
+    }
+    assert (run / "hf" / "model.safetensors").read_text() == "weights"
+    assert (run / "recipe.yaml").read_text() == recipe
+    for beside in run.parent.glob("mine.replaced-*"):
+        assert not _names(beside)
+
+
+def _run_with_weights(folder: Path) -> tuple[Path, str]:
+    """A run, and its stored recipe."""
+    run = _finished_run(folder)
+    _trained(run)
+    (run / "checkpoints").mkdir()
+    return run, (run / "recipe.yaml").read_text()
+
+
+@pytest.mark.usefixtures("claims")
+def test_a_launch_without_weights_replaces_nothing(tmp_path: Path, steps: list[int]) -> None:
+    """Wherever it is killed, the next launch finds the earlier run."""
+    run, stored = _run_with_weights(tmp_path)
+    replacing, other = _recipe(tmp_path, "run.overwrite=true", "seed=7"), _recipe(tmp_path)
+    for number in count():
+        steps[0], killed = number, False
+        try:
+            lock, _ = claim_folder(replacing)
+            _start(run)
+            settle(run)
+            lock.release()
+        except Killed:
+            killed = True
+        steps[0], lock = 10**6, None  # without its process the lock is free
+        if killed:
+            with pytest.raises(RecipeError, match="holds a finished run"):
+                claim_folder(other)
+        _earlier(run, stored)
+        if not killed:
+            assert number > 30
+            return
+
+
+@pytest.mark.usefixtures("claims")
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_launch_with_weights_has_replaced(tmp_path: Path, steps: list[int], killed: bool) -> None:
+    """The earlier run stays aside, whole, also where nothing was settled."""
+    run, stored = _run_with_weights(tmp_path)
+    claim_folder(_recipe(tmp_path, "run.overwrite=true", "seed=7"))[0].release()
+    _start(run)
+    _trained(run)
+    if killed:
+        steps[0] = 0
+        with pytest.raises(Killed):
+            settle(run)
+        steps[0] = 10**6
+    else:
+        settle(run)
+    with pytest.raises(RecipeError, match="holds an unfinished run"):
+        claim_folder(_recipe(tmp_path))
+    aside = tmp_path / "mine.replaced-1"
+    assert not (run / ".replaces").exists()
+    assert load_recipe(run / "recipe.yaml").seed == 7
+    aside.rename(tmp_path / "aside")
+    _earlier(tmp_path / "aside", stored)
+
+
+def test_a_launch_that_cannot_go_on_from_where_it_is_told_replaces_nothing(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path)
+    before = _names(run)
+    nowhere = ("run.overwrite=true", f"resume.from={tmp_path / 'nowhere'}")
+    with pytest.raises(NoCheckpoint):
+        claim_folder(_recipe(tmp_path, *nowhere), may_resume=True)
+    assert _names(run) == before and not list(tmp_path.glob("mine.replaced-*"))

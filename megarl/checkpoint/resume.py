@@ -10,11 +10,12 @@ and all that was set aside. Nothing that a run wrote is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint import data_fit
 from megarl.checkpoint.commit import (
     Commit,
     clean,
@@ -193,10 +194,15 @@ def refuse(
 
 
 def contents(
-    recipe: Recipe, resume: Resume, mine: Mapping[str, str], run_folder: Path
+    recipe: Recipe,
+    resume: Resume,
+    mine: Mapping[str, str],
+    run_folder: Path,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[str, tuple[str, str]]:
     """Compare what the position was made with to what is loaded now. Rank 0's. Returns contract →
-    (the position's hash, this start's) of all that differ, which is what was let through.
+    (the position's hash, this start's) of all that differ, which is what was let through. `facts`
+    gives what `data.json` is to say of this start's data, for words in the place of its hashes.
 
     Raises `ResumeRefused` for another tokenizer, model, critic, data set, sampling, scorer or code
     of the recipe's own functions, and for records that are not those of the checkpoint.
@@ -219,6 +225,12 @@ def contents(
         folder = Path(recipe.critic.path or model)
         numbers = critic_differences(position.critic_model, folder)
         _compare_numbers(resume, CRITIC, numbers, folder, differences)
+    for name in differences.keys() & data_fit.NAMES.keys():
+        told = None if facts is None else data_fit.set_of(facts(), name)
+        source = run_folder if resume.own else Path(resume.checkpoint).parent.parent
+        stored = data_fit.stored_facts(source, name, position.contracts.get(name, ""))
+        if told is not None and stored is not None:
+            differences[name] = data_fit.as_words(stored, told)
     if resume.own:
         broken = check_records(run_folder, position.records)
         for file, (old, new) in sorted(broken.items())[:1]:

@@ -104,8 +104,11 @@ def take_up(
     resume: Resume | None,
     mine: Mapping[str, str],
     console: Console,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Start | None:
     """Rank 0's decision, checked against the contents `mine` and carried out. Collective.
+
+    `facts` is what `data.json` would say, for a refusal that names what of the data differs.
 
     None for a new run. Raises `ResumeRefused` on every rank, with the run's folder as it was;
     `CheckpointError` where the folder could not be cut back.
@@ -116,7 +119,11 @@ def take_up(
     folder, layout = recipe.run_folder, layout_of(world)
     differ: dict[str, tuple[str, str]] = {}
     lines: list[str] = []
-    _on_main(world, ResumeRefused, lambda: differ.update(contents(recipe, resume, mine, folder)))
+    _on_main(
+        world,
+        ResumeRefused,
+        lambda: differ.update(contents(recipe, resume, mine, folder, facts)),
+    )
     _on_main(
         world,
         CheckpointError,

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.runs import make_model, run_warm, settings
+from megarl.recipe import load_recipe
+from megarl.run_folder import claim_folder
+from tests.launch.runs import ROOT, make_model, run_warm, settings
 from tests.launch.stops import (
     LAUNCH,
     MOST_SECONDS,
@@ -210,6 +212,21 @@ def test_a_mistyped_scorer_is_named_and_the_next_launch_may_have_its_name(
     assert (tmp_path / "run" / "finished.json").exists()
     ended = end_of([*LAUNCH, *settings(data, tmp_path, **values)])
     _check_refused(ended, r"run holds a finished run")
+
+
+def test_a_bad_input_leaves_the_run_that_was_to_be_replaced(data: Path, tmp_path: Path) -> None:
+    chosen = {"run.name": "run", "data.train": "/none.jsonl", "run.overwrite": "true"}
+    run = tmp_path / "run"
+    claim_folder(load_recipe(ROOT / LAUNCH[2], settings(data, tmp_path, **{"run.name": "run"})))
+    (run / "journal.jsonl").write_text('{"state": "ACTOR_COMMITTED"}\n')
+    (run / "hf").mkdir()
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.is_file()}
+    done = run_warm("run", settings(data, tmp_path, **chosen), tmp_path)
+    assert done.code == 2, done.output
+    assert "/none.jsonl does not exist" in done.output
+    after = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.is_file()}
+    assert after == before and {path.name for path in run.iterdir()} == {*before, "hf", "logs"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", ".run.lock"}
 
 
 @pytest.mark.long

@@ -17,13 +17,20 @@ from pathlib import Path
 
 import pytest
 
-from megarl.assemble_data import contracts_of, load_inputs
+from megarl.assemble_data import Inputs, contracts_of, load_inputs
 from megarl.checkpoint.commit import NoCheckpoint
 from megarl.checkpoint.resume import ResumeRefused, contents, decide
 from megarl.contracts.errors import InputError
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.reshard.families import read_spec
 from megarl.rewards.score import ScoringPool
+from tests.launch.changed_inputs import (
+    edit_json,
+    other_code,
+    other_row,
+    other_tokenizer,
+    shorter_records,
+)
 from tests.launch.resumes import BASE, Runs, tree
 from tests.launch.runs import ROOT, make_model, settings
 
@@ -76,10 +83,10 @@ class Place:
         recipe = self.recipe(**values)
         resume = decide(recipe, recipe.run_folder)
         assert resume is not None
-        contents(recipe, resume, self.contracts(recipe), recipe.run_folder)
-
-    def contracts(self, recipe: Recipe) -> dict[str, str]:
         inputs = load_inputs(recipe)
+        contents(recipe, resume, self.contracts(recipe, inputs), recipe.run_folder, inputs.facts)
+
+    def contracts(self, recipe: Recipe, inputs: Inputs) -> dict[str, str]:
         self.patch.syspath_prepend(self.folder)
         pool = ScoringPool(recipe.reward, inputs.tokens)
         try:
@@ -106,50 +113,17 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(folder, monkeypatch)
 
 
-def _edit_json(file: str, **values: object) -> Callable[[Place], None]:
-    def change(place: Place) -> None:
-        path = place.folder / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return change
-
-
-def _other_row(name: str) -> Callable[[Place], None]:
-    def change(place: Place) -> None:
-        path = place.folder / f"{name}.jsonl"
-        first, *others = path.read_text().splitlines(keepends=True)
-        row = json.loads(first)
-        row["answer"] = str(int(row["answer"]) + 1)
-        path.write_text("".join([json.dumps(row) + "\n", *others]))
-
-    return change
-
-
-def _other_tokenizer(place: Place) -> None:
-    (path,) = (place.folder / "model").glob("tokenizer_config.json")
-    told = json.loads(path.read_text())
-    told["chat_template"] = "{{ messages[0]['content'] }} "
-    path.write_text(json.dumps(told))
-
-
-def _other_code(place: Place) -> None:
-    path = place.folder / "own_scorer.py"
-    path.write_text(path.read_text().replace("max(1,", "max(2,"))
-
-
-def _shorter_records(place: Place) -> None:
-    path = place.run / "metrics.jsonl"
-    path.write_text(path.read_text().splitlines(keepends=True)[0])
-
-
 CONTENTS = {
-    "tokenizer": _other_tokenizer,
-    "model": _edit_json("model/config.json", rms_norm_eps=1e-6),
-    "data": _other_row("train"),
-    "eval_data": _other_row("eval"),
-    "scorer": _other_code,
-    "records": _shorter_records,
+    "tokenizer": other_tokenizer,
+    "model": edit_json("model/config.json", rms_norm_eps=1e-6),
+    "data": other_row("train"),
+    "eval_data": other_row("eval"),
+    "scorer": other_code,
+    "records": shorter_records,
 }
+
+
+MOVED = {"data.train": "moved", "data.eval": "held"}
 
 
 def test_what_has_not_changed_is_gone_on_with_wherever_it_lies(place: Place) -> None:
@@ -166,6 +140,21 @@ def test_other_contents_are_refused_by_name(name: str, place: Place) -> None:
     assert f"resume.allow=[{name}" in told or name == "tokenizer"
 
 
+def test_a_renamed_file_is_told_from_other_rows(place: Place) -> None:
+    for name, file in (("train", "moved"), ("eval", "held")):
+        (place.folder / f"{name}.jsonl").rename(place.folder / f"{file}.jsonl")
+    moved = {key: str(place.folder / f"{file}.jsonl") for key, file in MOVED.items()}
+    says = r"data was source train, is source moved \(of as many rows: give it `name: train`\); "
+    told = place.refused(ResumeRefused, says, **moved)
+    assert "eval_data was source eval, is source held (of" in told
+    names = {"data.train": "train", "data.eval": "eval"}
+    named = {key: f"[{{path: {moved[key]}, name: {name}}}]" for key, name in names.items()}
+    place.ask(**named)
+    other_row("moved")(place)
+    says = r"data was [0-9a-f]{12}, is [0-9a-f]{12} \(other contents; sources and their counts"
+    place.refused(ResumeRefused, says, **named)
+
+
 @pytest.mark.parametrize("name", [name for name in CONTENTS if name not in ("tokenizer",)])
 def test_other_contents_that_are_allowed_are_let_through(name: str, place: Place) -> None:
     CONTENTS[name](place)
@@ -178,7 +167,7 @@ def test_a_model_of_another_vocabulary_is_refused_whatever_is_allowed(
 ) -> None:
     """Its tensors have other shapes: permission would only lead to a worse line later."""
     vocab = json.loads((place.folder / "model/config.json").read_text())["vocab_size"]
-    _edit_json("model/config.json", vocab_size=vocab + 8)(place)
+    edit_json("model/config.json", vocab_size=vocab + 8)(place)
     says = rf"model was vocab_size {vocab}, is vocab_size {vocab + 8} \(.*model\)"
     told = place.refused(ResumeRefused, says, **{"resume.allow": allow})
     assert "set model.path to a model of the checkpoint's shape, or run.name=…" in told
@@ -188,7 +177,7 @@ def test_a_model_of_another_vocabulary_is_refused_whatever_is_allowed(
 def test_numbers_of_the_model_that_change_no_shape_are_told_and_may_be_allowed(
     place: Place,
 ) -> None:
-    _edit_json("model/config.json", rms_norm_eps=1e-6)(place)
+    edit_json("model/config.json", rms_norm_eps=1e-6)(place)
     place.refused(ResumeRefused, "model was rms_norm_eps 1e-05, is rms_norm_eps 1e-06; change it")
     place.ask(**{"resume.allow": "[model]"})
 
@@ -225,8 +214,8 @@ def test_two_keys_are_both_named_and_one_that_is_allowed_is_not(place: Place) ->
 
 def test_an_allowed_key_lets_no_other_content_through(place: Place) -> None:
     """Neither one it has nothing to do with, nor one of its own section that does not read it."""
-    _other_row("train")(place)
-    _other_code(place)
+    other_row("train")(place)
+    other_code(place)
     allowed = {"reward.quarantine_after": 3, "data.max_refused_share": 0.5}
     allowed |= {"resume.allow": "[reward.quarantine_after,data.max_refused_share,records]"}
     told = place.refused(ResumeRefused, "data was", **allowed)
@@ -318,13 +307,14 @@ def test_the_launch_script_refuses_another_recipe(made: Path, tmp_path: Path) ->
 
 def test_the_launch_script_refuses_other_contents(made: Path, tmp_path: Path) -> None:
     def change(place: Place) -> None:
-        _other_code(place)
-        _other_row("eval")(place)
+        other_code(place)
+        other_row("eval")(place)
 
     ended, same = _launch(made, tmp_path, change)
     assert (ended.code, len(ended.lines), same) == (2, 1, True), ended.output
     pair = "was [0-9a-f]{12}, is [0-9a-f]{12}"
-    line = rf"megarl: error: \S+iter_000002 does not fit: eval_data {pair}; scorer {pair}; change "
+    says = rf"eval_data {pair}( \(other contents[^)]*\))?; scorer {pair}; change "
+    line = rf"megarl: error: \S+iter_000002 does not fit: {says}"
     assert re.match(line, ended.lines[0]) and ended.lines[0].endswith("] if it is meant")
 
 
