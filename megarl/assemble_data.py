@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.algorithms.registry import code_hashes
 from megarl.assemble_roles import critic_folder
