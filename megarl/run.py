@@ -35,7 +35,7 @@ from megarl.learnt import Learnt
 from megarl.models.roles import Actor, Critic, Reference
 from megarl.models.step import StepResult
 from megarl.observe.console import Console
-from megarl.observe.metrics import ACCURACY, MetricsWriter
+from megarl.observe.metrics import ACCURACY, MetricsWriter, final_name
 from megarl.observe.notes import ended_early, little_taught
 from megarl.observe.timeline import Stopwatch
 from megarl.recipe import Recipe
@@ -315,7 +315,7 @@ class Run:
         """Write the iteration's row; after the last one evaluate and export the final weights."""
         if iteration == self.recipe.run.iterations - 1:
             final = self._finish_training(iteration)
-            row |= {f"eval/final/{key.removeprefix('eval/')}": v for key, v in final.items()}
+            row |= {final_name(key): value for key, value in final.items()}
         self.report(iteration, row)
         for line in little_taught({"iteration": iteration} | row, self.recipe):
             self.console.note(line)

@@ -37,8 +37,16 @@ def set_of(told: Any, contract: str) -> Facts | None:
     return facts if isinstance(facts, dict) and isinstance(facts.get("sources"), dict) else None
 
 
-def as_words(old: Facts, new: Facts) -> tuple[str, str]:
-    """What was and what is, of two sets with different fingerprints."""
+def as_words(old: Facts, new: Facts) -> tuple[str, str] | None:
+    """What was and what is, of two sets with different fingerprints; None where `old`, from a file
+    that anybody may have edited, has not the form of facts."""
+    try:
+        return _words(old, new)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _words(old: Facts, new: Facts) -> tuple[str, str]:
     pairs = [*_sources(old["sources"], new["sources"]), *_weights(old["sources"], new["sources"])]
     if old.get("template") != new.get("template"):
         pairs.append(

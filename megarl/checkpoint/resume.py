@@ -229,8 +229,9 @@ def contents(
         told = None if facts is None else data_fit.set_of(facts(), name)
         source = run_folder if resume.own else Path(resume.checkpoint).parent.parent
         stored = data_fit.stored_facts(source, name, position.contracts.get(name, ""))
-        if told is not None and stored is not None:
-            differences[name] = data_fit.as_words(stored, told)
+        words = told and stored and data_fit.as_words(stored, told)
+        if words:
+            differences[name] = words
     if resume.own:
         broken = check_records(run_folder, position.records)
         for file, (old, new) in sorted(broken.items())[:1]:

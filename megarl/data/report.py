@@ -1,4 +1,4 @@
-"""Prompts of a recipe, read and checked as a run does, and a report on them for people.
+"""A report for people on the prompts of a recipe, as `sets.py` reads and checks them.
 
 Behind `python -m megarl.data`. Needs no ranks and loads no model, no trainer and no generator.
 """

@@ -60,5 +60,5 @@ def read_sets(
 
 
 def _tell(prompts: PromptSet, warn: Callable[[str], None]) -> None:
-    for note in prompts.notes(refused=False):  # the report has them, by kind
+    for note in prompts.notes(refused=False):  # who asks to be warned reports refusals itself
         warn(note)

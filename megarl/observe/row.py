@@ -17,6 +17,7 @@ from megarl.contracts.records import STATUSES, RewardStatus, Scores
 from megarl.contracts.samples import End
 from megarl.data.prepare import Parity
 from megarl.data.table import SampleTable
+from megarl.observe.metrics import PENALISED
 from megarl.rewards.score import penalised
 from megarl.rollout.account import drop_rates
 from megarl.rollout.groups import IterationPlan
@@ -64,7 +65,7 @@ def reward_row(scores: Scores) -> dict[str, float]:
         if count := int((scores.status_code == STATUSES.index(status)).sum()):
             row[f"reward/unscored/{status}"] = float(count)
     if count := int(penalised(scores).sum()):
-        row["reward/penalised"] = float(count)
+        row[PENALISED] = float(count)
     if ok.any():
         total = scores.total[ok]
         row |= {"reward/mean": float(total.mean()), **_spread("reward", total)}

@@ -6,7 +6,8 @@ All scans are linear in the response's length.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import combinations
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+([A-Za-z0-9])(?![A-Za-z0-9]))")
 SAID = re.compile(
@@ -24,6 +25,8 @@ JOINS = re.compile(
     r"(?:\\[,; ]|\\q?quad|[\s$*]){0,8}(?:\\[()\[\]])?\s{0,4}"
 )
 r"""What stands between the boxes of a list: `,`, `, and`, `$ or $`, `\text{ and }`."""
+MOST_SPELLINGS = 4
+"""Contents of a list's boxes that are compared for being one answer."""
 MOST_SAID = 2_000
 """Characters after the words that state an answer in which its end is looked for."""
 
@@ -54,12 +57,13 @@ def closing_brace(text: str, start: int, most: int | None = None) -> int:
     return -1
 
 
-def last_box(text: str) -> str | None:
+def last_box(text: str, same: Callable[[str, str], bool] | None = None) -> str | None:
     r"""Content of the last `\boxed{…}` (or `\fbox{…}`) whose braces balance, or of a `\boxed 7`,
     which boxes the character after it; None without one.
 
     Boxes with nothing but `,`, `;`, `and` or `or` between them are one answer, the list of their
-    contents: `\boxed{1}, \boxed{2}` says `1, 2`. Where all hold the same, it stands once.
+    contents: `\boxed{1}, \boxed{2}` says `1, 2`. Where all hold the same, or each two what is the
+    same by `same`, the last one's content stands alone.
     """
     found: list[str] = []
     words: list[str] = []
@@ -72,8 +76,12 @@ def last_box(text: str) -> str | None:
             words.append(" or " if between["or"] else ", ")
         found.append(content)
         start = box_start
-    if len(set(found)) < 2:
+    spellings = list(dict.fromkeys(found))
+    if len(spellings) < 2:
         return found[0] if found else None
+    pairs = combinations(spellings, 2)
+    if same and len(spellings) <= MOST_SPELLINGS and all(same(one, two) for one, two in pairs):
+        return found[0]
     return found[-1] + "".join(map(str.__add__, words[::-1], found[-2::-1]))
 
 

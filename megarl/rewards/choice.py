@@ -32,6 +32,13 @@ STATEMENT = re.compile(
 """What introduces a statement. The last kind is a last line that is a letter and nothing else."""
 LABELLED = re.compile(r"[\s*_`\"'$]{0,6}\(?([A-J])\)[\s*_]{0,6}(?=\S)")
 """Begins a line that gives an option's letter, in brackets or before one, and its text."""
+SAME_BECAUSE = re.compile(r"\W{0,3}(?:because|since|as)\b")
+"""What may follow an option's text on a last line."""
+BLANK = re.compile(
+    r"(?:(?:the|this|that|following|as|follows|below|here|correct|right|best|one|option|choice"
+    r"|answer)(?!\w)|[^\w{}])*"
+)
+"""What states nothing: `the following:`, and `right` of `which option is right`."""
 ANOTHER = re.compile(r"(?<!\w)[A-J]\)")
 LETTER = re.compile(
     r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:correct\s+)?(?:option|choice|answer|letter)?\s*[\"'(\[*$]*"
@@ -76,9 +83,11 @@ def make(*, choices: str = "choices", answer_is: str = "any", finished: bool = T
 
     A prompt's answer that names no choice is a ValueError. The response's answer is what it
     states last: `\boxed{B}`, `The answer is B`, `Answer: (B)`, `#### B`, `option B` chosen, a
-    last line that is `B` or `B) London`, or with choices `London`; without any, the one letter
-    in brackets, `(B)`, that the response has. A last line that goes on with a copy of the
-    options (`C) Rome` where the option before it is B, `Rome` below `London`) states nothing.
+    last line that is `B`; without any, a last line that is `B) London`, or with choices `London`;
+    without that, the one letter in brackets, `(B)`, that the response has. A last line `C) Rome`
+    states nothing where lines with other letters stand above (options copied, or gone through),
+    unless it repeats one of a copy; nor does `Rome` below `London`. With choices, the text behind
+    the letter must be that option's.
     With choices, the option's text may stand for its letter; a capital is read as a letter, if
     there is such an option. A statement that names several options, or none, is wrong
     (`unreadable`). What stands before the last `</think>` is not looked at.
@@ -93,7 +102,9 @@ def make(*, choices: str = "choices", answer_is: str = "any", finished: bool = T
         if finished and not response.finished:
             return RewardParts(0.0, NOT_FINISHED)
         text = after_thinking(response.text)
-        stated = _last_line(text, options) or _statement(text)
+        stated = _statement(text)
+        if stated is None or BLANK.fullmatch(stated):
+            stated = _last_line(text, options) or stated
         if stated is None:
             marked = set(MARKED.findall(text))
             if len(marked) != 1:
@@ -189,12 +200,38 @@ def _last_line(text: str, options: Mapping[str, str]) -> str | None:
     if label := LABELLED.match(line):
         if STATEMENT.search(line, label.end()) or ANOTHER.search(line, label.end()):
             return None
-        above = next((found[1] for one in others[::-1] if (found := LABELLED.match(one))), "")
-        return None if above and ord(above) + 1 == ord(label[1]) else line
+        return line if _is_stated(label, options) and _is_alone(label, others) else None
     texts = set(options.values()) - {""}
     if not texts or _text(line) not in texts or others and _text(others[-1]) in texts:
         return None
     return line
+
+
+def _is_stated(label: re.Match[str], options: Mapping[str, str]) -> bool:
+    """Whether the text behind a line's letter is none, or an option's. (Another one's than the
+    letter's is a contradiction for `_letter` to find.)"""
+    told = _behind(label)
+    if not options or not told or told in options.values():
+        return True
+    own = options.get(label[1], "")
+    return bool(own and told.startswith(own) and SAME_BECAUSE.match(told, len(own)))
+
+
+def _is_alone(label: re.Match[str], above: Sequence[str]) -> bool:
+    """Whether no line above has a letter, but for a copy of the options of which this line, below
+    something else, repeats one."""
+    labels = [one for line in above if (one := LABELLED.match(line))]
+    if not labels:
+        return True
+    if LABELLED.match(above[-1]) or len({one[1] for one in labels}) < len(labels):
+        return False
+    same = [one for one in labels if one[1] == label[1] and len(one.string) <= MOST]
+    return bool(same) and _behind(same[0]) == _behind(label)
+
+
+def _behind(label: re.Match[str]) -> str:
+    """The text of the line behind its letter, in normal spelling."""
+    return _text(label.string[label.end() :].strip(" \t*_`$.\"'"))
 
 
 def _statement(text: str) -> str | None:

@@ -131,7 +131,11 @@ class _Keeper:
             self._control.send(pid)
             return
         self._workers.add(pid)
-        watch = os.pidfd_open(pid)
+        try:
+            watch = os.pidfd_open(pid)
+        except OSError as error:  # no descriptor is left; the worker ends with the keeper
+            self._control.send(no_process(error))
+            return
         self._control.send(Started(pid), watch)
         os.close(watch)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 
 from megarl.rewards.answer_text import after_thinking, last_box, last_line, last_said
 from megarl.rewards.exact import NOT_FINISHED
@@ -23,8 +24,8 @@ UNREADABLE = "unreadable"
 """Detail of an answer that is no mathematics that can be compared: scored, and wrong."""
 
 TAKES: dict[str, Callable[[str], str | None]] = {
-    "stated": lambda text: found if (found := last_box(text)) is not None else last_said(text),
-    "boxed": last_box,
+    "stated": lambda text: found if (found := _boxed(text)) is not None else last_said(text),
+    "boxed": lambda text: _boxed(text),
     "said": last_said,
     "last_line": last_line,
     "whole": lambda text: text.strip(),
@@ -71,7 +72,8 @@ def make(
 
     Where the prompt's answer is one letter from A to J, a box may hold an option's text behind its
     letter in brackets (`\textbf{(C)}\ 12`); the letter counts. Boxes with nothing but `,`, `;`,
-    `and` or `or` between them are one list. `x = 4 = 5` says two things, and is wrong.
+    `and` or `or` between them are one list, or where each gives the same, that answer.
+    `x = 4 = 5` says two things, and is wrong.
     A response that gives several answers wins only where the prompt's answer has as many.
     An answer that cannot be read, or would take long to compare, is wrong (`unreadable`); a
     prompt's answer that cannot be read cannot be scored: a ValueError.
@@ -125,6 +127,22 @@ def _gold(answer: str) -> tuple[str, list[Reading]]:
         return text, readings(text)
     except Unreadable as error:
         raise ValueError(f"the prompt's answer {answer[:80]!r} cannot be read: {error}") from error
+
+
+def _boxed(text: str) -> str | None:
+    return last_box(text, _say_the_same)
+
+
+def _say_the_same(first: str, second: str) -> bool:
+    """Whether two boxes of a list give one answer twice (18 and 18.00)."""
+    try:
+        pairs = product(readings(_spelled(first)), readings(_spelled(second)))
+        return any(same(one, two, Policy()) for one, two in pairs)
+    except MACHINE_FAILURES:
+        raise
+    # What cannot be compared stays in the list, which then gets its verdict.
+    except Exception:
+        return False
 
 
 def _label(gold: str, text: str) -> str | None:

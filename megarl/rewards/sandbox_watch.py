@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.rewards.limits import children_of
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+VMSTAT = Path("/proc/vmstat")
 
 
 def below(pid: int) -> list[int]:
@@ -39,11 +40,12 @@ def uses_more(pids: Sequence[int], most: int) -> bool:
 def oom_kills() -> int:
     """How many processes of the machine Linux has killed for want of memory, be it the machine's or
     a control group's (Documentation/admin-guide/cgroup-v2.rst, `oom_kill`). It counts a kill before
-    it sends the signal. 0 where it does not tell (before 4.13)."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        name, _, count = line.partition(" ")
-        if name == "oom_kill":
-            return int(count)
+    it sends the signal. 0 where it does not tell (before 4.13, or without that file)."""
+    with contextlib.suppress(OSError):
+        for line in VMSTAT.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
     return 0
 
 

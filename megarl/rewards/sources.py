@@ -98,8 +98,10 @@ def _folder_hash(folder: str) -> str:
         folders.sort()  # of two ways to a folder it is always the same one that is gone
         for name in files:
             path = os.path.join(place, name)
-            if os.path.isfile(path) or os.path.islink(path):  # no socket, no pipe
+            if os.path.isfile(path):  # no socket, no pipe: reading one could last for ever
                 hashes[os.path.relpath(path, folder)] = _streamed_hash(path)
+            elif os.path.islink(path):  # to nothing, or to none of these
+                hashes[os.path.relpath(path, folder)] = os.readlink(path)
     return contract_hash(hashes)
 
 

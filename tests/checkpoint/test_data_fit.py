@@ -70,3 +70,7 @@ def test_the_earlier_set_is_found_where_a_resume_put_it(tmp_path: Path) -> None:
     assert stored_facts(tmp_path, "data", "blake3:none") is None
     (tmp_path / "data.json").write_text("{")
     assert stored_facts(tmp_path, "data", "blake3:none") is None
+
+
+def test_facts_of_another_form_say_nothing() -> None:
+    assert as_words({"sources": {"a": 3}}, {"sources": {"a": {"rows": 1}}}) is None

@@ -161,12 +161,36 @@ def test_a_response_that_was_cut_off_is_wrong_unless_told():
         ("One of these:\nParis\nLondon", RewardParts(0.0, "no_answer")),
         ("It is on the Thames.\n\nB) London", RewardParts(1.0)),
         ("It is on the Thames.\n\nB) Paris", RewardParts(0.0, "unreadable")),
+        ("It is on the Thames.\n\nB) London, since it is there", RewardParts(1.0)),
+        ("It is on the Thames.\n\nB) London is in Ontario too", RewardParts(0.0, "no_answer")),
         ("A) Paris\nB) London", RewardParts(0.0, "no_answer")),
+        ("A) Paris\nB) London\n\nIt must be\nB) London", RewardParts(1.0)),
+        ("A) Paris\nB) London\n\nA) Paris\nIt is old.\nB) London", RewardParts(0.0, "no_answer")),
         ("(A) is in France.\n\nB) London, so the answer is A", RewardParts(0.0)),
     ],
 )
 def test_a_last_line_states_an_option_by_its_text(text, expected):
     assert SCORE(response(text, choices=CITIES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("The answer is C.\n\nWhy not the others:\nA) too small\nB) too old\nD) too large", "C"),
+        ("\\boxed{B}\n\n(A) Paris is in France.", "B"),
+        ("Answer: B\n\n(A) Paris is in France, so it is out.", "B"),
+        ("**Answer: B**\n\nA) Paris – capital of France", "B"),
+        ("The answer is B) London.\n\nParis", "B"),
+        ("The answer is A or B.\n\nB) London", ""),
+        ("Why not these:\nA) too small\nD) too large", ""),
+        ("The answer is the following:\nB) London", "B"),
+        ("Which option is right?\n\nB) London", "B"),
+    ],
+)
+def test_a_last_line_of_letter_and_text_gives_way_to_a_statement(text, said):
+    for choices in (None, ["Paris", "London", "Rome", "Oslo"]):
+        scores = {one: SCORE(response(text, one, choices=choices)).total for one in "ABCD"}
+        assert scores == {one: float(one == said) for one in "ABCD"}
 
 
 def test_bad_options_are_refused():

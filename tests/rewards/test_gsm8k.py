@@ -30,6 +30,9 @@ def response(text: str, answer: str = "18", finished: bool = True) -> Response:
         ("#### 17\n#### 18", "18"), (r"#### 17, no: \boxed{18}", "18"),
         (r"\boxed{17} #### 18", "18"),
         ("<think>#### 17</think>#### 18", "18"), ("#### 0.50", ".5"),
+        ("#### 3 m^2", "3"), ("#### 3 ft^2", "3"), ("#### 3yd^3", "3"), ("#### 3 inches^2", "3"),
+        (r"\boxed{3\text{ cm}^3}", "3"), ("#### 9.8 m/s^2", "9.8"), ("#### 3 people/km^2", "3"),
+        (r"\boxed{18} and \boxed{18.00}", "18"), (r"#### \boxed{18}, \boxed{\$18}", "18"),
     ],
 )  # fmt: skip
 def test_the_same_number(text, gold):
@@ -44,6 +47,10 @@ def test_the_same_number(text, gold):
         ("#### 17 or 18", "18", "unreadable"), ("#### 1 234", "1234", "unreadable"),
         ("#### x18", "18", "unreadable"), ("#### eighteen", "18", "unreadable"),
         ("#### 1,23", "123", "unreadable"), ("#### 10 / 0", "10", "unreadable"),
+        (r"\boxed{5x^2}", "5", "unreadable"), ("#### 5 x^2", "5", "unreadable"),
+        ("#### 5 t^2", "5", "unreadable"), (r"\boxed{5\text{M}^2}", "5", "unreadable"),
+        ("#### 5 x/y^2", "5", "unreadable"), (r"\boxed{9 + 9}, \boxed{18}", "18", "unreadable"),
+        (r"\boxed{18} and \boxed{18.01}", "18", "unreadable"),
         ("#### 17 18 19 " + "x" * 300, "18", "unreadable"),
         ("It is 18", "18", "no_answer"), ("The answer is 18", "18", "no_answer"),
         ("####", "18", "no_answer"), (r"\boxed{}", "18", "no_answer"), ("", "18", "no_answer"),

@@ -142,6 +142,10 @@ def test_says_something_else(gold, text):
         ("The answer is $4$ or $5$.", False),
         (r"The answer is 5, so \boxed{4}", False),
         (r"<think>\boxed{4}</think> The answer is 5", True),
+        (r"\boxed{5} and \boxed{5.00}", True),
+        (r"\boxed{\frac{10}{2}}, $\boxed{x=5}$", True),
+        (r"\boxed{5} and \boxed{5.01}", False),
+        (r"\boxed{5\text{ cm}}, \boxed{5} or \boxed{5\text{ m}}", False),
     ],
 )
 def test_the_answer_stands_where_the_rule_says(text, found):

@@ -13,10 +13,11 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megarl.rewards import sandbox
+from megarl.rewards import sandbox, sandbox_watch
 from megarl.rewards.code_runner import EXITED, FILES, OUTPUT, SIGNALLED, TIME
 from megarl.rewards.sandbox import MEMORY, Maker, SandboxError
 from megarl.rewards.sandbox_watch import oom_kills
@@ -126,6 +127,18 @@ def test_a_killed_program_is_no_wrong_one_where_linux_ran_out_of_memory(
                 started.run(case("x\n9\n"))
         else:
             assert started.run(case("x\n9\n")).code == signal.SIGKILL
+
+
+def test_no_kill_is_counted_where_linux_tells_of_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = tmp_path / "vmstat"
+    monkeypatch.setattr(sandbox_watch, "VMSTAT", told)
+    assert oom_kills() == 0
+    told.write_text("pgfault 7\n")
+    assert oom_kills() == 0
+    told.write_text("pgfault 7\noom_kill 3\n")
+    assert oom_kills() == 3
 
 
 def test_pages_that_forks_share_count_once(one: Maker) -> None:

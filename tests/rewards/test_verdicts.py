@@ -18,7 +18,7 @@ from tests.rewards.verdicts import SCORERS, Row
 KNOWN_WRONG: dict[tuple[str, str, str], str] = {}
 """(table, gold, response) of a row that we get wrong → why it is left so."""
 
-MATH_VERIFY_WRONG = {"math": 59, "gsm8k": 6, "choice": 19}
+MATH_VERIFY_WRONG = {"math": 59, "gsm8k": 7, "choice": 21}
 """Rows that math-verify 0.9.0 gets wrong in its usual use; measured by the long test."""
 
 LEAST_ROWS = {"math": 200, "gsm8k": 60, "choice": 45, "code": 35}
