@@ -61,8 +61,13 @@ def run(one: Maker, program: str, text: str = "", limits: Limits = SMALL) -> End
         return sandbox.run(case(text))
 
 
+OTHERS: frozenset[int] = frozenset()
+"""Processes that were there before the test."""
+
+
 def below() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """What the test has started."""
+    return [each for each in psutil.Process().children(recursive=True) if each.pid not in OTHERS]
 
 
 def said(one: Maker, program: str, **keys: object) -> list[str]:

@@ -170,6 +170,7 @@ def test_the_experience_bench_seals_joins_and_tells_a_share(ranks, tmp_path) -> 
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_the_checkpoint_bench_saves_loads_and_tells_ratios(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(checkpoint, "CACHE", tmp_path)
     sizes = ["--layers", "1", "--hidden", "64", "--vocab", "256", "--repeats", "2"]

@@ -50,6 +50,7 @@ def test_the_bound_of_a_storm_is_the_calm_with_slack_and_the_deadlines() -> None
     assert told["processes_left"] == 0 and told["storm_bound_s"] == 19.5
 
 
+@pytest.mark.long
 def test_a_small_storm_is_accounted_for() -> None:
     sizes = ["--repeats", "1", "--storm", "100", "--storm-workers", "2", "--deadline", "2"]
     result = scoring.run(_options(scoring.BENCH, *sizes, "--parts", "storm"))
