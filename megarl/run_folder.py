@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from megarl.checkpoint.begin import write_recipe
-from megarl.checkpoint.resume import Resume, decide
+from megarl.checkpoint.resume import RESUME_FILE, Resume, decide
 from megarl.experience.columns import UNFINISHED, sync_folder, write_whole
 from megarl.observe.environment import ENVIRONMENT_FILE
 from megarl.observe.metrics import TENSORBOARD_FOLDER
@@ -72,7 +72,7 @@ def claim_folder(
     stays as it is until `checkpoint.begin.begin`.
 
     Raises `RecipeError` when a run is going on there, or lies there and is neither to be replaced
-    nor to be gone on with, and what `checkpoint.resume.decide` raises.
+    nor to be gone on with, or cannot be set aside, and what `checkpoint.resume.decide` raises.
     """
     folder = make_folder(recipe)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
@@ -86,12 +86,12 @@ def claim_folder(
     settle(folder)
     if (again and (folder / REPLAY_FILE).exists()) or _never_began(folder):
         _clear(folder)
-    if (folder / RECIPE_FILE).exists() and recipe.run.overwrite:
-        _set_aside(folder)
     try:
+        if (folder / RECIPE_FILE).exists() and recipe.run.overwrite:
+            _set_aside(folder)
         return lock, _taken(recipe, folder, again, may_resume)
-    except Exception:
-        settle(folder)
+    except Exception as error:
+        _put_back(folder, error)
         raise
 
 
@@ -103,10 +103,11 @@ def settle(folder: Path) -> None:
     """
     if not (folder / REPLACES).exists():
         return
-    if not all(map(_is_of_the_start, folder.iterdir())):
+    # A launch that goes on from another run's checkpoint says so before it has loaded that.
+    if not all(_is_of_the_start(entry, RESUME_FILE) for entry in folder.iterdir()):
         (folder / REPLACES).unlink()
         return
-    with _undisturbed():
+    with undisturbed():
         _clear(folder)
         (folder / REPLACES).rename(folder / MOVING)
         sync_folder(folder)
@@ -114,7 +115,7 @@ def settle(folder: Path) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """torchrun ends the other ranks as soon as one has failed: a few renames come first."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -158,12 +159,14 @@ def _is_stored(recipe: Path) -> bool:
         return False
 
 
-def _is_of_the_start(entry: Path) -> bool:
+def _is_of_the_start(entry: Path, *more: str) -> bool:
+    """`more`: names of files that count too."""
     if entry.is_symlink():
         return False
     if entry.is_dir():
-        return entry.name in START_FOLDERS or all(map(_is_of_the_start, entry.iterdir()))
-    return entry.name in START_FILES or entry.stat().st_size == 0
+        inside = (_is_of_the_start(inner, *more) for inner in entry.iterdir())
+        return entry.name in START_FOLDERS or all(inside)
+    return entry.name in START_FILES or entry.name in more or entry.stat().st_size == 0
 
 
 def _clear(folder: Path) -> None:
@@ -175,18 +178,51 @@ def _clear(folder: Path) -> None:
             entry.unlink()
 
 
-def _set_aside(folder: Path) -> None:
-    """Move all that `_entries` gives. A crash before the end of it is made undone."""
+def free_beside(folder: Path) -> Path:
+    """Where what lies in `folder` is set aside: the first `<name>.replaced-<n>` that is free."""
     names = (folder.with_name(f"{folder.name}.replaced-{n}") for n in count(1))
-    aside = next(name for name in names if not name.exists())
-    aside.mkdir()
-    write_whole(folder / MOVING, aside.name.encode())
-    sync_folder(folder)
-    for entry in _entries(folder):
-        entry.rename(aside / entry.name)
-    sync_folder(aside)
-    (folder / MOVING).rename(folder / REPLACES)
-    sync_folder(folder)
+    return next(name for name in names if not name.exists())
+
+
+def _set_aside(folder: Path) -> None:
+    """Move all that `_entries` gives. A crash before the end of it is made undone.
+
+    Raises `RecipeError` where it cannot be moved; `_put_back` is still to be called then.
+    """
+    aside = free_beside(folder)
+    try:
+        write_whole(folder / MOVING, aside.name.encode())
+        sync_folder(folder)
+        aside.mkdir()
+        for entry in _entries(folder):
+            entry.rename(aside / entry.name)
+        sync_folder(aside)
+        (folder / MOVING).rename(folder / REPLACES)
+        sync_folder(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"the run in {folder} cannot be set aside as {aside.name} ({_told(error)}); "
+            "make room for that, or set run.name=…"
+        ) from error
+
+
+def _put_back(folder: Path, failed: Exception) -> None:
+    """What this launch has set aside, as `failed` kept it from taking the folder.
+
+    Raises `RecipeError` where it cannot be moved: the next claim does it.
+    """
+    try:
+        _undo_moves(folder)
+        settle(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"{failed}; nor can the run be put back ({_told(error)}): the next launch of the name "
+            "does that"
+        ) from failed
+
+
+def _told(error: OSError) -> str:
+    return f"{error.strerror}: {error.filename}"
 
 
 def _undo_moves(folder: Path) -> None:

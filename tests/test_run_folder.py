@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 
 from megarl import run_folder
+from megarl.checkpoint.begin import begin
 from megarl.checkpoint.commit import NoCheckpoint
+from megarl.checkpoint.resume import Resume
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.run_folder import claim_folder, make_folder, settle
 
@@ -245,3 +249,60 @@ def test_a_launch_that_cannot_go_on_from_where_it_is_told_replaces_nothing(tmp_p
     with pytest.raises(NoCheckpoint):
         claim_folder(_recipe(tmp_path, *nowhere), may_resume=True)
     assert _names(run) == before and not list(tmp_path.glob("mine.replaced-*"))
+
+
+@pytest.mark.usefixtures("claims")
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_launch_that_was_to_go_on_elsewhere_replaces_nothing_without_weights(
+    tmp_path: Path, settled: bool
+) -> None:
+    """It tells of its resume, and sets its own start aside there, before it loads a checkpoint."""
+    run, stored = _run_with_weights(tmp_path)
+    replacing = _recipe(tmp_path, "run.overwrite=true", "seed=7")
+    lock, _ = claim_folder(replacing)
+    _start(run)
+    resume = Resume(1, None, own=False, iteration=0, attempt=1, use="", allowed=())
+    begin(replacing, resume, run, {"ranks": 1}, {})
+    assert {"resume.json", "data.json", "environment.json"} <= _names(run / "resumes" / "001")
+    if settled:
+        settle(run)
+        _earlier(run, stored)
+    lock.release()
+    with pytest.raises(RecipeError, match="holds a finished run"):
+        claim_folder(_recipe(tmp_path))
+    _earlier(run, stored)
+
+
+@pytest.mark.usefixtures("claims")
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_run_that_cannot_be_set_aside_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    """Whichever of the moves fails; one line says so, also where nothing can be moved back."""
+    run, stored = _run_with_weights(tmp_path)
+    replacing, real = _recipe(tmp_path, "run.overwrite=true"), Path.rename
+    moves = len(_names(run) - {"logs"}) + 2  # a mark before and behind them
+    for number in range(moves):
+        left = [number]
+
+        def rename(path: Path, target: Path, left: list[int] = left) -> Path:
+            left[0] -= 1
+            if left[0] == -1 or (lasting and left[0] < 0):
+                raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        with pytest.raises(RecipeError, match=r"cannot be set aside .*Disk quota") as caught:
+            claim_folder(replacing)
+        message = str(caught.value)
+        del caught  # whose frames hold the lock
+        gc.collect()
+        assert "\n" not in message
+        monkeypatch.setattr(Path, "rename", real)
+        assert left[0] < 0
+        if lasting and number > 1:
+            assert "the next launch of the name" in message
+            with pytest.raises(RecipeError, match="holds a finished run"):
+                claim_folder(_recipe(tmp_path))
+        _earlier(run, stored)
+    assert not list(tmp_path.glob("mine.replaced-*"))

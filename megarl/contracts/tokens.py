@@ -81,12 +81,13 @@ class Tokens:
     def load(folder: Path) -> Tokens:
         """Read a model folder's tokenizer; nothing is downloaded.
 
-        Raises `TokensError` when config or tokenizer files are missing, when no end-of-sequence
-        id is declared, or when transformers and sentencepiece read the folder differently.
+        Raises `TokensError` when config or tokenizer files are missing or damaged, when no
+        end-of-sequence id is declared, or when transformers and sentencepiece read the folder
+        differently.
         """
         folder = Path(folder)
         config = _read_json(folder / "config.json", required=True)
-        vocab_size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+        vocab_size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
         if not isinstance(vocab_size, int):
             raise TokensError(
                 f"{folder / 'config.json'} has no vocab_size; is it a model's config?"
@@ -262,9 +263,15 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
             raise TokensError(f"{path} does not exist; model.path must be a Hugging Face folder")
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise TokensError(f"{path}:{line}: not UTF-8: {error.reason}") from error
     except json.JSONDecodeError as error:
         raise TokensError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise TokensError(f"{path} is a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -275,8 +282,10 @@ def _load_tokenizer(folder: Path) -> Any:
         raise TokensError(f"{folder} holds no tokenizer file (tokenizer.json or tokenizer.model)")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of a damaged file tokenizers raises a plain Exception
         first = str(error).strip().partition("\n")[0]
+        if isinstance(error, (LookupError, TypeError, AttributeError)):
+            first = f"{type(error).__name__}: {first}"
         raise TokensError(f"transformers cannot read the tokenizer in {folder}: {first}") from error
 
 

@@ -66,11 +66,19 @@ class RunFiles:
         return [(row[metrics.ITERATION], row[key]) for row in self.rows if key in row]
 
     def evaluations(self, key: str) -> list[tuple[float, float]]:
-        """(iterations before, value) of the evaluations that have the metric `key`, the final one
-        too."""
-        final = metrics.final_name(key)
-        ends = [(row[metrics.ITERATION] + 1, row[final]) for row in self.rows if final in row]
-        return self.points(key) + ends
+        """(iterations before, value) of the evaluations that have the metric `key`, final ones
+        too; in order, one for each number of iterations.
+
+        A run that was extended keeps the final one of its earlier end; where the row behind it
+        has one of the same weights, that one counts.
+        """
+        final, values = metrics.final_name(key), dict[float, float]()
+        for row in self.rows:
+            if key in row:
+                values[row[metrics.ITERATION]] = row[key]
+            if final in row:
+                values[row[metrics.ITERATION] + 1] = row[final]
+        return sorted(values.items())
 
     def sources(self) -> list[str]:
         """Sources that iterations tell apart, by name; none where they drew from one alone."""
@@ -158,7 +166,7 @@ def accuracy_before_after(
 ) -> tuple[float | None, float | None]:
     """The first evaluation's value of `key` and the last one's, None where there is none.
 
-    The final one is in the last row, under `eval/final/…`.
+    A final one is in the row of a run's end, under `eval/final/…`.
     """
     final = metrics.final_name(key)
     firsts = [row[key] for row in rows if key in row]

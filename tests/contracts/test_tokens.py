@@ -114,6 +114,34 @@ def test_a_folder_without_its_parts_is_refused(folder, tmp_path):
         Tokens.load(torn)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": {"type": "Nope"}}, "data did not match any variant"),
+        ({"decoder": {"type": "Nope"}}, "data did not match any variant"),
+        (None, "KeyError: 'added_tokens'"),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_told_in_one_line(tmp_path, changes, why):
+    file = character_folder(tmp_path) / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({} if changes is None else whole | changes))
+    with pytest.raises(TokensError, match=f"cannot read the tokenizer in .*{why}") as caught:
+        Tokens.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_damaged_config_is_told_in_one_line(tmp_path, name):
+    file = character_folder(tmp_path) / name
+    file.write_bytes(b'{"a": 1,\n "b": "\xff"}')
+    with pytest.raises(TokensError, match=f"{name}:2: not UTF-8: invalid start byte"):
+        Tokens.load(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(TokensError, match=f"{name} is a JSON list, not an object"):
+        Tokens.load(tmp_path)
+
+
 def test_what_no_template_can_render_is_refused(tmp_path):
     tokens = Tokens.load(character_folder(tmp_path / "a"))
     with pytest.raises(TokensError, match='no chat template.*data.template: "none"'):

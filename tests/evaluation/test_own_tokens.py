@@ -41,6 +41,15 @@ def test_one_that_is_alike_needs_no_note(tmp_path: Path, used: Tokens) -> None:
     assert own.hash == used.hash and own.note is None
 
 
+def test_one_that_cannot_be_read_is_told(tmp_path: Path, used: Tokens) -> None:
+    folder = _room(character_folder(tmp_path / "own", TEMPLATE))
+    _change(folder / "tokenizer.json", model={"type": "Nope"})
+    own = own_tokens(folder, used, "model")
+    assert own.hash is None
+    assert own.note.startswith(f"transformers cannot read the tokenizer in {folder}: ")
+    assert own.note.endswith(f"; model.path {used.folder}'s tokenizer is used")
+
+
 def test_another_template_is_told_where_the_models_is_used(tmp_path: Path, used: Tokens) -> None:
     folder = _room(character_folder(tmp_path / "own", "Q: " + TEMPLATE))
     own = own_tokens(folder, used, "model")

@@ -151,6 +151,20 @@ def test_the_final_evaluation_is_a_point_behind_the_last_iteration(
     assert "0.125 → 0.5<" in page
 
 
+def test_the_final_evaluation_of_an_earlier_end_is_a_point_once_and_in_order(
+    tmp_path: Path,
+) -> None:
+    """A run of two iterations that was extended: the next row evaluated the same weights again."""
+    rows = [ROWS[0], ROWS[1] | {"eval/final/accuracy": 0.25}]
+    rows += [ROWS[2] | {"eval/accuracy": 0.75, "eval/final/accuracy": 0.5}]
+    run = read_run(write_run(tmp_path / "run", rows))
+    assert run.evaluations("eval/accuracy") == [(0, 0.125), (2, 0.75), (3, 0.5)]
+    rows[2] = {key: value for key, value in rows[2].items() if key != "eval/accuracy"}
+    rows.append(rows[2] | {"iteration": 3, "eval/accuracy": 0.5, "eval/final/accuracy": 1.0})
+    run = read_run(write_run(tmp_path / "longer", rows))
+    assert run.evaluations("eval/accuracy") == [(0, 0.125), (2, 0.25), (3, 0.5), (4, 1.0)]
+
+
 def test_penalties_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "penalty" not in told(write_run(tmp_path / "none", ROWS), capsys)
     rows = [row | {"reward/penalised": 5.0} for row in ROWS[:2]]
