@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe import load_recipe
-from megarl.run_folder import claim_folder
+from megarl.run_folder import claim_folder, settle
 from tests.launch.runs import ROOT, make_model, run_warm, settings
 from tests.launch.stops import (
     LAUNCH,
@@ -224,6 +224,7 @@ def test_a_bad_input_leaves_the_run_that_was_to_be_replaced(data: Path, tmp_path
     done = run_warm("run", settings(data, tmp_path, **chosen), tmp_path)
     assert done.code == 2, done.output
     assert "/none.jsonl does not exist" in done.output
+    settle(run)  # the next launch does, where rank 0 was ended before it came to it
     after = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.is_file()}
     assert after == before and {path.name for path in run.iterdir()} == {*before, "hf", "logs"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", ".run.lock"}
