@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe import load_recipe
-from megarl.run_folder import claim_folder, settle
+from megarl.run_folder import claim_folder
 from tests.launch.runs import ROOT, make_model, run_warm, settings
 from tests.launch.stops import (
     LAUNCH,
@@ -215,7 +215,10 @@ def test_a_mistyped_scorer_is_named_and_the_next_launch_may_have_its_name(
 
 
 def test_a_bad_input_leaves_the_run_that_was_to_be_replaced(data: Path, tmp_path: Path) -> None:
+    """One rank: of several another may fail first, and torchrun end rank 0 before it comes to it;
+    then the next launch of the name does it (`tests/test_run_folder.py`)."""
     chosen = {"run.name": "run", "data.train": "/none.jsonl", "run.overwrite": "true"}
+    chosen |= {"world.ranks": 1, "actor.tp": 1}
     run = tmp_path / "run"
     claim_folder(load_recipe(ROOT / LAUNCH[2], settings(data, tmp_path, **{"run.name": "run"})))
     (run / "journal.jsonl").write_text('{"state": "ACTOR_COMMITTED"}\n')
@@ -224,7 +227,6 @@ def test_a_bad_input_leaves_the_run_that_was_to_be_replaced(data: Path, tmp_path
     done = run_warm("run", settings(data, tmp_path, **chosen), tmp_path)
     assert done.code == 2, done.output
     assert "/none.jsonl does not exist" in done.output
-    settle(run)  # the next launch does, where rank 0 was ended before it came to it
     after = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.is_file()}
     assert after == before and {path.name for path in run.iterdir()} == {*before, "hf", "logs"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", ".run.lock"}

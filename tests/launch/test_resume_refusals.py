@@ -313,7 +313,7 @@ def test_the_launch_script_refuses_other_contents(made: Path, tmp_path: Path) ->
     ended, same = _launch(made, tmp_path, change)
     assert (ended.code, len(ended.lines), same) == (2, 1, True), ended.output
     pair = "was [0-9a-f]{12}, is [0-9a-f]{12}"
-    says = rf"eval_data {pair}( \(other contents[^)]*\))?; scorer {pair}; change "
+    says = rf"eval_data {pair} \(other contents[^)]*\); scorer {pair}; change "
     line = rf"megarl: error: \S+iter_000002 does not fit: {says}"
     assert re.match(line, ended.lines[0]) and ended.lines[0].endswith("] if it is meant")
 
